@@ -4,13 +4,17 @@ scripts/build_kernels.py knows how csrc/ is compiled. This file makes it a step 
 (but of no particular Python, as the library has no Python in it) exactly when there are kernels in it.
 """
 
+import shutil
 import sys
 from functools import cached_property
 from pathlib import Path
 
-from setuptools import Command, Distribution, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build import build
+try:
+    from setuptools import Command, Distribution, setup
+    from setuptools.command.bdist_wheel import bdist_wheel
+    from setuptools.command.build import build
+except ImportError:
+    sys.exit("[fla_kda_backend build] setuptools 77 or newer is needed to build: pip install -U setuptools wheel")
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -68,6 +72,11 @@ class BuildKernels(Command):
 
 class Build(build):
     sub_commands = [*build.sub_commands, ("build_kernels", None)]
+
+    def run(self):
+        # What an earlier build left there would be packed into the wheel.
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
 
 
 class BdistWheel(bdist_wheel):
