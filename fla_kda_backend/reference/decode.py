@@ -121,25 +121,28 @@ def _declines_states(
 
     if ssm_state_indices.ndim not in (1, 2) or ssm_state_indices.shape[0] < N:
         return f"ssm_state_indices of shape {list(ssm_state_indices.shape)} for {N} sequences"
-    slots = ssm_state_indices[:N]
-    slots = slots[:, None] if slots.ndim == 1 else slots
+    slots = _slots_by_token(ssm_state_indices)[:N]
     if slots.shape[1] < longest:
         return f"{slots.shape[1]} state indices a sequence for {longest} tokens"
     if slots.shape[1] > 1 and slots.stride(1) != 1:
         return "ssm_state_indices whose last dimension is not contiguous"
-    if initial_state is not None and slots.numel() and not 0 <= slots.min() <= slots.max() < initial_state.shape[0]:
-        return f"ssm_state_indices outside the {initial_state.shape[0]} states"
+    length = torch.tensor(lengths, dtype=torch.long)
+    token = torch.arange(slots.shape[1])
+    is_used = token < length[:, None]
+    if num_accepted_tokens is not None:
+        if num_accepted_tokens.ndim != 1 or len(num_accepted_tokens) < N:
+            return f"num_accepted_tokens of shape {list(num_accepted_tokens.shape)} for {N} sequences"
+        accepted = num_accepted_tokens[:N]
+        if bool(((accepted < 1) | (accepted > slots.shape[1]))[length > 0].any()):
+            return f"num_accepted_tokens outside 1..{slots.shape[1]}"
+        is_used = is_used | ((token == accepted[:, None] - 1) & (length > 0)[:, None])
+    if initial_state is not None and bool(((slots < 0) | (slots >= len(initial_state)))[is_used].any()):
+        return f"ssm_state_indices outside the {len(initial_state)} states"
     if not inplace_final_state:
         if not output_final_state:
             return "ssm_state_indices with nowhere to store states"
         if sum(lengths) > N:
             return "states of every token asked for, with room for one a sequence"
-    if num_accepted_tokens is not None:
-        if num_accepted_tokens.ndim != 1 or len(num_accepted_tokens) < N:
-            return f"num_accepted_tokens of shape {list(num_accepted_tokens.shape)} for {N} sequences"
-        accepted = num_accepted_tokens[:N]
-        if N and not 1 <= accepted.min() <= accepted.max() <= slots.shape[1]:
-            return f"num_accepted_tokens outside 1..{slots.shape[1]}"
     return None
 
 
@@ -212,15 +215,17 @@ def fused_recurrent_kda_fwd(
         states = q.new_zeros((N, HV, V, K) if state_v_first else (N, HV, K, V), dtype=torch.float32)
 
     slots = None
+    first = torch.arange(N)  # where each sequence's initial state is
     if ssm_state_indices is not None:
-        slots = (ssm_state_indices if ssm_state_indices.ndim == 2 else ssm_state_indices[:, None])[:N].long()
-
+        has_tokens = length > 0  # the others own no slot
+        start, length = start[has_tokens], length[has_tokens]
+        slots = _slots_by_token(ssm_state_indices)[:N][has_tokens].long()
+        first = slots[:, 0]
+        if num_accepted_tokens is not None:
+            first = slots.gather(1, num_accepted_tokens[:N][has_tokens, None].long() - 1).squeeze(1)
     if initial_state is None:
-        S = q.new_zeros((N, HV, K, V), dtype=dtype)
+        S = q.new_zeros((len(length), HV, K, V), dtype=dtype)
     else:
-        first = torch.arange(N)
-        if slots is not None:
-            first = slots[first, 0 if num_accepted_tokens is None else num_accepted_tokens[:N].long() - 1]
         S = _transposed(initial_state[first].to(dtype), state_v_first)
 
     for t in range(max(lengths, default=0)):
@@ -248,6 +253,10 @@ def fused_recurrent_kda_fwd(
     if slots is None and states is not None:
         states.copy_(_transposed(S, state_v_first))
     return out, states
+
+
+def _slots_by_token(ssm_state_indices: torch.Tensor) -> torch.Tensor:
+    return ssm_state_indices if ssm_state_indices.ndim == 2 else ssm_state_indices[:, None]
 
 
 def _transposed(states: torch.Tensor, state_v_first: bool) -> torch.Tensor:
