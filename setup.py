@@ -1,7 +1,7 @@
 """Build and packaging of the CUDA library; what the package is called and needs stands in pyproject.toml.
 
-scripts/build_kernels.py knows how csrc/ is compiled. This file makes it a step of `build`, and makes the wheel a platform wheel
-(but of no particular Python, as the library has no Python in it) exactly when there are kernels in it.
+scripts/build_kernels.py knows how csrc/ is compiled. This file makes it a step of `build`, and makes the wheel a
+platform wheel (but of no particular Python, as the library has no Python in it) exactly when there are kernels in it.
 """
 
 import shutil

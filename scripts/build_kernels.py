@@ -1,16 +1,17 @@
 """How csrc/ becomes one shared library, fla_kda_backend/_C/libfla_kda.so.
 
-    python scripts/build_kernels.py [--archs auto|all|80,90a,...] [--clean]     builds into the source tree, for development
+    python scripts/build_kernels.py [--archs auto|all|80,90a,...] [--clean]
 
-setup.py uses the same functions for `pip install`. Only the standard library is imported: torch is found as files (headers and
-libraries), so a build costs no `import torch` and works inside pip's isolated build environment, too.
+builds into the source tree, for development; setup.py uses the same functions for `pip install`. Only the standard library is imported: torch is found as files
+(headers and libraries), so a build costs no `import torch` and works inside pip's isolated build environment, too.
 
-The library uses PyTorch's stable ABI: it has no Python in it, and one build serves every torch from 2.10 on. Each source file
-is compiled by its own nvcc call, for all chosen architectures at once; a file under csrc/sm90/ only for 90a. An object is kept
-while its command, its source and every csrc header it included are unchanged. What ptxas reports about registers and spills
-lies beside the object as <object>.log.
+The library uses PyTorch's stable ABI: it has no Python in it, and one build serves every torch from 2.10 on. Each
+source file is compiled by its own nvcc call, for all chosen architectures at once; a file under csrc/sm90/ only for
+90a. An object is kept while its command, its source and every csrc header it included are unchanged. What ptxas
+reports about registers and spills lies beside the object as <object>.log.
 
-Environment: FLA_KDA_CUDA_ARCHS (auto, all, or a list; default auto), MAX_JOBS (default 2), CUDA_HOME, FLA_KDA_NVCC_FLAGS.
+Environment: FLA_KDA_CUDA_ARCHS (auto, all, or a list; default auto), MAX_JOBS (default 2), CUDA_HOME,
+FLA_KDA_NVCC_FLAGS.
 """
 
 import argparse
@@ -50,7 +51,7 @@ class KernelsUnavailable(Exception):
 
 
 class BuildError(Exception):
-    """What was asked for cannot be built, or a compiler failed: the build stops. The message starts with one sentence."""
+    """A request that cannot be met, or a compiler that failed: the build stops. The message starts with a sentence."""
 
 
 @dataclass(frozen=True)
@@ -150,14 +151,16 @@ def visible_archs() -> tuple[str, ...]:
         listing = subprocess.run(query, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    capabilities = {int(major) * 10 + int(minor) for major, minor in re.findall(r"^(\d+)\.(\d)\s*$", listing.stdout, re.M)}
+    found = re.findall(r"^(\d+)\.(\d)\s*$", listing.stdout, re.M)
+    capabilities = {int(major) * 10 + int(minor) for major, minor in found}
     return tuple(f"{capability}a" if capability >= 90 else str(capability) for capability in sorted(capabilities))
 
 
 def choose_archs(request: str, toolkit: Toolkit) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(architectures, notes) for a value of FLA_KDA_CUDA_ARCHS.
 
-    Raises BuildError for a request that cannot be met, KernelsUnavailable where `auto` finds only GPUs that it cannot serve.
+    Raises BuildError for a request that cannot be met, KernelsUnavailable where `auto` finds only GPUs that it cannot
+    serve.
     """
     request = request.strip().lower() or "auto"
     if request == "all":
@@ -323,7 +326,8 @@ def run(command: list[str], subject: Path, log: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     log.write_text(done.stdout + done.stderr)
     if done.returncode:
-        output = "\n".join(line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("ptxas info"))
+        lines = (done.stdout + done.stderr).splitlines()
+        output = "\n".join(line for line in lines if not line.startswith("ptxas info"))
         raise BuildError(f"nvcc failed on {subject}:\n{output}\n{shlex.join(command)}")
 
 
