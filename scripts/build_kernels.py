@@ -2,8 +2,9 @@
 
     python scripts/build_kernels.py [--archs auto|all|80,90a,...] [--clean]
 
-builds into the source tree, for development; setup.py uses the same functions for `pip install`. Only the standard library is imported: torch is found as files
-(headers and libraries), so a build costs no `import torch` and works inside pip's isolated build environment, too.
+builds into the source tree, for development; setup.py uses the same functions for `pip install`. Only the standard
+library is imported: torch is found as files (headers and libraries), so a build costs no `import torch` and works
+inside pip's isolated build environment, too.
 
 The library uses PyTorch's stable ABI: it has no Python in it, and one build serves every torch from 2.10 on. Each
 source file is compiled by its own nvcc call, for all chosen architectures at once; a file under csrc/sm90/ only for
