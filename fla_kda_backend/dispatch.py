@@ -1,0 +1,469 @@
+"""Who serves a call? The rules, in the order in which they are checked, each one a small function with its reason.
+
+A rule takes a `Call` and returns None, or one sentence saying why the call is not ours. No rule reads the values of a tensor
+on a GPU, so that deciding never waits for the device. The groups, in order:
+
+1. what FLA itself refuses (`FLA_REFUSES`, `FLA_REFUSES_LATE`): left to FLA, which raises its own error;
+2. what only FLA understands (`NOT_OURS`): left to FLA;
+3. what does not fit together (`MALFORMED`): FLA does not check it, and a kernel would read out of bounds;
+4. what the path of the tensors' device does not do (`CUDA_DOES_NOT`, `CPU_DOES_NOT`).
+
+A call on CPU tensors that nothing behind us can serve either is refused with an exception of ours (`Decision.error`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from fla_kda_backend.call import Call
+
+# The name of each path in the log, in order of preference.
+PATH_LABELS = {"portable": "FlashKDA portable", "reference": "torch reference", "triton": "Triton"}
+SERVED_BY_US = frozenset(PATH_LABELS) - {"triton"}
+
+CUDA_HEAD_DIM = 128
+FLA_MAX_KEY_DIM = 256
+FLA_CHUNK_SIZES = (32, 64)
+SAFE_GATE_BOUND = -5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a call goes, and why.
+
+    Attributes:
+        path: a key of `PATH_LABELS`.
+        reason: one sentence, empty for a call that we serve.
+        arch: the built architecture that serves it, such as "90a", on a CUDA path.
+        refused: FLA's own checks refuse this call: it is passed on so that FLA raises its own error.
+        error: the exception to raise with `reason`, for a call that nothing can serve.
+    """
+
+    path: str
+    reason: str = ""
+    arch: str | None = None
+    refused: bool = False
+    error: type[Exception] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What the rules need to know of a device: its kind ("cuda", "cpu", ...) and its compute capability."""
+
+    kind: str
+    capability: tuple[int, int] | None = None
+
+
+@lru_cache(maxsize=None)
+def device_facts(device: torch.device) -> DeviceFacts:
+    """The facts of one device, looked up once. The only place where the rules touch a GPU's driver."""
+    if device.type != "cuda":
+        return DeviceFacts(device.type)
+    if torch.version.hip is not None:  # torch calls AMD GPUs "cuda", with capabilities that look like NVIDIA's
+        return DeviceFacts("hip")
+    return DeviceFacts("cuda", torch.cuda.get_device_capability(device))
+
+
+def arch_for(capability: tuple[int, int], archs: tuple[str, ...]) -> str | None:
+    """The built architecture that a device of this capability runs best, or None.
+
+    A plain architecture ("80") runs on the same major version with at least its minor one. One with the suffix "a" runs on
+    exactly its own capability, and one with the suffix "f" on its family, which is the rule of a plain one.
+    """
+    major, minor = capability
+    best, best_key = None, None
+    for arch in archs:
+        digits, suffix = arch.rstrip("af"), arch.lstrip("0123456789")
+        arch_major, arch_minor = int(digits[:-1]), int(digits[-1])
+        runs = (arch_major, arch_minor) == (major, minor) or (
+            suffix != "a" and arch_major == major and arch_minor <= minor
+        )
+        key = (arch_minor, suffix == "a", suffix == "f")
+        if runs and (best_key is None or key > best_key):
+            best, best_key = arch, key
+    return best
+
+
+@lru_cache(maxsize=None)
+def library_for(capability: tuple[int, int]) -> tuple[str | None, str]:
+    """(built architecture that serves such a device, why there is none). Looked up once per capability."""
+    from fla_kda_backend import ops
+
+    library = ops.library()
+    if library is None:
+        return None, f"no kernels are loaded: {ops.load_error()}"
+    arch = arch_for(capability, library.archs)
+    if arch is not None:
+        return arch, ""
+    built = ", ".join(f"sm_{arch}" for arch in library.archs)
+    return None, f"the kernels were built for {built} and cannot run on sm_{capability[0]}{capability[1]}"
+
+
+# --- 1. What FLA itself refuses ------------------------------------------------------------------------------------------
+
+
+def fla_needs_four_dimensions(call: Call) -> str | None:
+    if len(call.q.shape) != 4:
+        return f"q has {len(call.q.shape)} dimensions instead of 4"
+    if len(call.v.shape) < 3:
+        return f"v has {len(call.v.shape)} dimensions instead of 4"
+
+
+def fla_context_parallel(call: Call) -> str | None:
+    context = call.cp_context
+    if context is None:
+        return None
+    if call.initial_state is not None:
+        return "initial_state cannot be used with cp_context"
+    if call.output_final_state is not False:
+        return "output_final_state cannot be used with cp_context"
+    if getattr(context, "cu_seqlens", None) is None:
+        return "cp_context has no cu_seqlens"
+
+
+def fla_varlen(call: Call) -> str | None:
+    cu_seqlens = call.cu_seqlens
+    if cu_seqlens is None:
+        return None
+    if call.q.shape[0] != 1:
+        return f"cu_seqlens needs a batch size of 1, got {call.q.shape[0]}"
+    shape = getattr(cu_seqlens, "shape", None)
+    if call.initial_state is not None and shape and call.initial_state.shape[0] != shape[0] - 1:
+        return f"initial_state holds {call.initial_state.shape[0]} states for {shape[0] - 1} sequences"
+
+
+def fla_state_dtype(call: Call) -> str | None:
+    if call.initial_state is not None and call.initial_state.dtype != torch.float32:
+        return f"initial_state is {_name(call.initial_state.dtype)}, not float32"
+
+
+def fla_gate_parameters(call: Call) -> str | None:
+    if call.use_gate_in_kernel and call.A_log is None and call.lower_bound is None:
+        return "use_gate_in_kernel needs A_log or lower_bound"
+
+
+def fla_chunk_size(call: Call) -> str | None:
+    if call.chunk_size not in FLA_CHUNK_SIZES:
+        return f"chunk_size {call.chunk_size} is neither 32 nor 64"
+
+
+def fla_safe_gate(call: Call) -> str | None:
+    if not (call.safe_gate and call.use_gate_in_kernel):
+        return None
+    if call.lower_bound is None:
+        return "safe_gate with the gate in the kernel needs lower_bound"
+    if not SAFE_GATE_BOUND <= call.lower_bound < 0:
+        return f"lower_bound {call.lower_bound} is outside [-5, 0)"
+
+
+def fla_neg_eigval(call: Call) -> str | None:
+    if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
+        return "allow_neg_eigval needs use_beta_sigmoid_in_kernel"
+
+
+def fla_shapes(call: Call) -> str | None:
+    q_shape = call.q.shape
+    B, T, H, K = q_shape
+    HV = call.v.shape[2]
+    if call.k.shape != q_shape:
+        return f"k has shape {_shape(call.k)}, q has {_shape(call.q)}"
+    if not 0 < K <= FLA_MAX_KEY_DIM:
+        return f"head_dim K={K} is outside 1..{FLA_MAX_KEY_DIM}"
+    if H == 0 or HV % H:
+        return f"HV={HV} value heads are not a multiple of H={H} heads"
+    if call.g.shape != (B, T, HV, K):
+        return f"g has shape {_shape(call.g)} instead of [{B}, {T}, {HV}, {K}]"
+    if call.beta.shape != (B, T, HV):
+        return f"beta has shape {_shape(call.beta)} instead of [{B}, {T}, {HV}]"
+
+
+def fla_graph_sequences(call: Call) -> str | None:
+    if not call.use_graph or call.max_num_seqs is None or call.cu_seqlens is None:
+        return None
+    if call.cu_seqlens.shape[0] - 1 != call.max_num_seqs:
+        return f"cu_seqlens holds {call.cu_seqlens.shape[0] - 1} sequences, max_num_seqs is {call.max_num_seqs}"
+
+
+def fla_intermediate_states(call: Call) -> str | None:
+    if not call.return_intermediate_states:
+        return None
+    if not torch.is_inference_mode_enabled():
+        return "return_intermediate_states is only allowed in inference mode"
+    if call.disable_recompute:
+        return "return_intermediate_states must be used with disable_recompute=False"
+
+
+# --- 2. What only FLA understands ----------------------------------------------------------------------------------------
+
+
+def unknown_keywords(call: Call) -> str | None:
+    if call.unknown:
+        return f"not honoured by this FLA version, or unknown here: {', '.join(call.unknown)}"
+
+
+def inputs_are_tensors(call: Call) -> str | None:
+    T = torch.Tensor
+    if (
+        isinstance(call.q, T)
+        and isinstance(call.k, T)
+        and isinstance(call.v, T)
+        and isinstance(call.g, T)
+        and isinstance(call.beta, T)
+        and call.initial_state is None
+        and call.cu_seqlens is None
+        and call.A_log is None
+        and call.dt_bias is None
+    ):
+        return None
+    for name in ("q", "k", "v", "g", "beta"):
+        if not isinstance(getattr(call, name), T):
+            return f"{name} is not a tensor"
+    for name in ("initial_state", "cu_seqlens", "A_log", "dt_bias"):
+        value = getattr(call, name)
+        if value is not None and not isinstance(value, T):
+            return f"{name} is not a tensor"
+
+
+def context_parallel(call: Call) -> str | None:
+    if call.cp_context is not None:
+        return "context parallelism (cp_context) is not supported"
+
+
+def numbers_are_numbers(call: Call) -> str | None:
+    if not isinstance(call.scale, (float, int)):
+        return f"scale is a {type(call.scale).__name__}, not a number"
+    if call.lower_bound is not None and not isinstance(call.lower_bound, (float, int)):
+        return f"lower_bound is a {type(call.lower_bound).__name__}, not a number"
+
+
+def sequences_on_the_host_alone(call: Call) -> str | None:
+    if call.cu_seqlens is None and call.cu_seqlens_cpu is not None:
+        return "cu_seqlens_cpu is given without cu_seqlens"
+
+
+# --- 3. What does not fit together ---------------------------------------------------------------------------------------
+
+
+def values_fit_queries(call: Call) -> str | None:
+    shape = call.v.shape
+    if len(shape) != 4 or shape[:2] != call.q.shape[:2]:
+        return f"v has shape {_shape(call.v)}, its B and T must be those of q, {_shape(call.q)}"
+
+
+def sequences_are_well_formed(call: Call) -> str | None:
+    cu_seqlens = call.cu_seqlens
+    if cu_seqlens is None:
+        return None
+    shape = cu_seqlens.shape
+    if len(shape) != 1:
+        return f"cu_seqlens has {len(shape)} dimensions instead of 1"
+    if shape[0] < 2:
+        return f"cu_seqlens has {shape[0]} entries, it needs at least 2"
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        return f"cu_seqlens is {_name(cu_seqlens.dtype)}, neither int32 nor int64"
+    if cu_seqlens.device != call.q.device:
+        return f"cu_seqlens is on {cu_seqlens.device}, q is on {call.q.device}"
+    on_host = call.cu_seqlens_cpu
+    if on_host is not None and getattr(on_host, "shape", None) != shape:
+        return f"cu_seqlens_cpu and cu_seqlens differ in shape, {_shape(on_host)} and {_shape(cu_seqlens)}"
+
+
+def state_fits(call: Call) -> str | None:
+    state = call.initial_state
+    if state is None:
+        return None
+    sequences = call.q.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+    K, (HV, V) = call.q.shape[3], call.v.shape[2:]
+    expected = (sequences, HV, V, K) if call.state_v_first else (sequences, HV, K, V)
+    if state.shape != expected:
+        return f"initial_state has shape {_shape(state)} instead of {list(expected)}"
+
+
+def gate_parameters_fit(call: Call) -> str | None:
+    A_log, dt_bias = call.A_log, call.dt_bias
+    if A_log is not None and A_log.numel() != call.v.shape[2]:
+        return f"A_log has {A_log.numel()} values instead of HV={call.v.shape[2]}"
+    if dt_bias is not None and dt_bias.numel() != call.v.shape[2] * call.q.shape[3]:
+        return f"dt_bias has {dt_bias.numel()} values instead of HV*K={call.v.shape[2] * call.q.shape[3]}"
+
+
+def one_device(call: Call) -> str | None:
+    device = call.q.device
+    if call.k.device == call.v.device == call.g.device == call.beta.device == device:
+        state, A_log, dt_bias = call.initial_state, call.A_log, call.dt_bias
+        if (
+            (state is None or state.device == device)
+            and (A_log is None or A_log.device == device)
+            and (dt_bias is None or dt_bias.device == device)
+        ):
+            return None
+    for name in ("k", "v", "g", "beta", "initial_state", "A_log", "dt_bias"):
+        tensor = getattr(call, name)
+        if tensor is not None and tensor.device != device:
+            return f"{name} is on {tensor.device}, q is on {device}"
+
+
+# --- 4. What the path of the device does not do --------------------------------------------------------------------------
+
+
+def cpu_dtypes(call: Call) -> str | None:
+    for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias"):
+        tensor = getattr(call, name)
+        if tensor is not None and not tensor.is_floating_point():
+            return f"{name} is {_name(tensor.dtype)}, not a floating-point tensor"
+
+
+def cpu_sequence_values(call: Call) -> str | None:
+    """Only for CPU tensors, whose values can be read without waiting for a device."""
+    if call.cu_seqlens is None:
+        return None
+    borders, T = call.cu_seqlens.tolist(), call.q.shape[1]
+    if borders[0] != 0:
+        return f"cu_seqlens starts at {borders[0]} instead of 0"
+    for index, (start, end) in enumerate(zip(borders, borders[1:])):
+        if end < start:
+            return f"cu_seqlens decreases from {start} to {end} at entry {index + 1}"
+    if borders[-1] > T:
+        return f"cu_seqlens ends at {borders[-1]}, beyond T={T}"
+    if call.cu_seqlens_cpu is not None and call.cu_seqlens_cpu.tolist() != borders:
+        return "cu_seqlens_cpu and cu_seqlens differ in their values"
+
+
+def cuda_gradients(call: Call) -> str | None:
+    if torch.is_grad_enabled():
+        for tensor in (call.q, call.k, call.v, call.g, call.beta, call.initial_state, call.A_log, call.dt_bias):
+            if tensor is not None and tensor.requires_grad:
+                return "gradients are needed, and the CUDA path has no backward yet"
+
+
+def cuda_plain_tensors(call: Call) -> str | None:
+    for tensor in (call.q, call.k, call.v, call.g, call.beta):
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+            return f"tensors of type {kind.__name__} are not supported"
+
+
+def cuda_head_dim(call: Call) -> str | None:
+    K, V = call.q.shape[3], call.v.shape[3]
+    if K != CUDA_HEAD_DIM:
+        return f"head_dim K={K} is not supported ({CUDA_HEAD_DIM})"
+    if V != CUDA_HEAD_DIM:
+        return f"head_dim V={V} is not supported ({CUDA_HEAD_DIM})"
+
+
+def cuda_has_heads(call: Call) -> str | None:
+    if call.q.shape[0] == 0 or call.v.shape[2] == 0:
+        return f"a call with B={call.q.shape[0]} and HV={call.v.shape[2]} has nothing to compute"
+
+
+def cuda_dtypes(call: Call) -> str | None:
+    for name in ("q", "k", "v"):
+        dtype = getattr(call, name).dtype
+        if dtype is not torch.bfloat16:
+            return f"{name} is {_name(dtype)}, not bfloat16"
+    for name in ("g", "beta"):
+        dtype = getattr(call, name).dtype
+        if dtype is not torch.bfloat16 and dtype is not torch.float32:
+            return f"{name} is {_name(dtype)}, neither bfloat16 nor float32"
+    for name in ("A_log", "dt_bias"):
+        tensor = getattr(call, name)
+        if tensor is not None and not tensor.is_floating_point():
+            return f"{name} is {_name(tensor.dtype)}, not a floating-point tensor"
+
+
+def cuda_lower_bound(call: Call) -> str | None:
+    if call.use_gate_in_kernel and call.lower_bound is not None and not SAFE_GATE_BOUND <= call.lower_bound < 0:
+        return f"lower_bound {call.lower_bound} is outside [-5, 0)"
+
+
+def cuda_results(call: Call) -> str | None:
+    if call.return_intermediate_states:
+        return "return_intermediate_states is not supported on CUDA yet"
+
+
+READABLE = (inputs_are_tensors, unknown_keywords)
+FLA_REFUSES = (
+    fla_needs_four_dimensions,
+    fla_context_parallel,
+    fla_varlen,
+    fla_state_dtype,
+    fla_gate_parameters,
+    fla_chunk_size,
+    fla_safe_gate,
+    fla_neg_eigval,
+    fla_shapes,
+)
+NOT_OURS = (context_parallel, numbers_are_numbers, sequences_on_the_host_alone)
+MALFORMED = (values_fit_queries, sequences_are_well_formed, state_fits, gate_parameters_fit, one_device)
+# Checked by FLA after its kernels have run, which on CPU tensors they never do.
+FLA_REFUSES_LATE = (fla_graph_sequences, fla_intermediate_states)
+CPU_DOES_NOT = (cpu_dtypes, cpu_sequence_values)
+CUDA_DOES_NOT = (
+    cuda_plain_tensors,
+    cuda_gradients,
+    cuda_head_dim,
+    cuda_has_heads,
+    cuda_dtypes,
+    cuda_lower_bound,
+    cuda_results,
+)
+
+_REFERENCE = Decision("reference")
+
+
+@lru_cache(maxsize=None)
+def _portable(arch: str) -> Decision:
+    return Decision("portable", arch=arch)
+
+
+def decide(call: Call) -> Decision:
+    """Decide which path serves `call`. Pure: nothing is computed, logged or read from a GPU."""
+    reason = _first(READABLE, call)
+    if reason is not None:
+        return Decision("triton", reason)
+    reason = _first(FLA_REFUSES, call)
+    if reason is not None:
+        return Decision("triton", reason, refused=True)
+    reason = _first(NOT_OURS, call)
+    if reason is not None:
+        return Decision("triton", reason)
+
+    device = device_facts(call.q.device)
+    on_cpu = device.kind == "cpu"
+    reason = _first(MALFORMED, call)
+    if reason is not None:
+        return Decision("triton", reason, error=ValueError if on_cpu else None)
+    reason = _first(FLA_REFUSES_LATE, call)
+    if reason is not None:
+        return Decision("triton", reason, refused=True, error=AssertionError if on_cpu else None)
+
+    if on_cpu:
+        reason = _first(CPU_DOES_NOT, call)
+        return _REFERENCE if reason is None else Decision("triton", reason, error=ValueError)
+    if device.kind != "cuda":
+        return Decision("triton", f"tensors on a {device.kind} device are not supported")
+    arch, reason = library_for(device.capability)
+    if arch is None:
+        return Decision("triton", reason)
+    reason = _first(CUDA_DOES_NOT, call)
+    return _portable(arch) if reason is None else Decision("triton", reason)
+
+
+def _first(rules: tuple[Callable[[Call], str | None], ...], call: Call) -> str | None:
+    for rule in rules:
+        reason = rule(call)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(tensor: torch.Tensor) -> list[int]:
+    return list(tensor.shape)
