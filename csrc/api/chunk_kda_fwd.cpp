@@ -1,0 +1,117 @@
+#include "api/chunk_kda_fwd.h"
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include "api/chunk_kda_fwd_params.h"
+#include "api/cuda_stream.h"
+#include "sm80/chunk_kda_fwd/launch.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kHeadDim = 128;
+
+Dtype dtype_of(const Tensor& tensor, const char* name) {
+    switch (tensor.scalar_type()) {
+        case ScalarType::Float: return Dtype::kFloat32;
+        case ScalarType::BFloat16: return Dtype::kBFloat16;
+        case ScalarType::Half: return Dtype::kFloat16;
+        case ScalarType::Double: return Dtype::kFloat64;
+        default: STD_TORCH_CHECK(false, "chunk_kda_fwd: ", name, " must be a floating-point tensor");
+    }
+}
+
+// Base address of a contiguous tensor of `numel` elements on q's device.
+const void* address(const Tensor& tensor, const char* name, int64_t numel, int device_index, int alignment = 16) {
+    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device_index, "chunk_kda_fwd: ", name,
+                    " must be on q's device");
+    STD_TORCH_CHECK(tensor.is_contiguous(), "chunk_kda_fwd: ", name, " must be contiguous");
+    STD_TORCH_CHECK(tensor.numel() == numel, "chunk_kda_fwd: ", name, " has ", tensor.numel(), " elements, expected ", numel);
+    const void* pointer = tensor.const_data_ptr();
+    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(pointer) % alignment == 0, "chunk_kda_fwd: ", name, " must be ", alignment,
+                    "-byte aligned");
+    return pointer;
+}
+
+}  // namespace
+
+void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::optional<Tensor> A_log,
+                   std::optional<Tensor> dt_bias, std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens,
+                   Tensor o, std::optional<Tensor> final_state, double scale, bool use_qk_l2norm, bool use_gate,
+                   std::optional<double> lower_bound, int64_t beta_mode, bool state_v_first) {
+    STD_TORCH_CHECK(q.dim() == 4 && v.dim() == 4, "chunk_kda_fwd: q and v must have four dimensions");
+    STD_TORCH_CHECK(q.is_cuda(), "chunk_kda_fwd: q must be a CUDA tensor");
+    const int64_t batch = q.size(0), tokens = q.size(1), H = q.size(2), HV = v.size(2);
+    STD_TORCH_CHECK(q.size(3) == kHeadDim && v.size(3) == kHeadDim, "chunk_kda_fwd: K and V must be 128");
+    STD_TORCH_CHECK(H > 0 && HV > 0 && HV % H == 0, "chunk_kda_fwd: HV must be a positive multiple of H");
+    STD_TORCH_CHECK(tokens < (int64_t(1) << 31) - 16, "chunk_kda_fwd: T must be below 2^31 - 16");
+    STD_TORCH_CHECK(HV < (1 << 24), "chunk_kda_fwd: too many heads");
+    STD_TORCH_CHECK(q.scalar_type() == ScalarType::BFloat16 && k.scalar_type() == ScalarType::BFloat16 &&
+                        v.scalar_type() == ScalarType::BFloat16 && o.scalar_type() == ScalarType::BFloat16,
+                    "chunk_kda_fwd: q, k, v and o must be bfloat16");
+    STD_TORCH_CHECK(beta_mode >= 0 && beta_mode <= 2, "chunk_kda_fwd: unknown beta_mode");
+    STD_TORCH_CHECK(!use_gate || A_log.has_value() || lower_bound.has_value(),
+                    "chunk_kda_fwd: A_log may be absent only with lower_bound");
+
+    const int device = q.get_device_index();
+    ChunkKdaFwdParams params{};
+    params.tokens = tokens;
+    params.num_qk_heads = int(H);
+    params.num_v_heads = int(HV);
+    params.num_sequences = batch;
+    if (cu_seqlens) {
+        STD_TORCH_CHECK(batch == 1, "chunk_kda_fwd: cu_seqlens needs a batch of one");
+        STD_TORCH_CHECK(cu_seqlens->dim() == 1 && cu_seqlens->numel() >= 1, "chunk_kda_fwd: cu_seqlens must be [N + 1]");
+        params.cu_seqlens_is_int64 = cu_seqlens->scalar_type() == ScalarType::Long;
+        STD_TORCH_CHECK(params.cu_seqlens_is_int64 || cu_seqlens->scalar_type() == ScalarType::Int,
+                        "chunk_kda_fwd: cu_seqlens must be int32 or int64");
+        params.cu_seqlens = address(*cu_seqlens, "cu_seqlens", cu_seqlens->numel(), device, params.cu_seqlens_is_int64 ? 8 : 4);
+        params.num_sequences = cu_seqlens->numel() - 1;
+    }
+    STD_TORCH_CHECK(params.num_sequences * HV < (int64_t(1) << 31) - 1024, "chunk_kda_fwd: too many sequences x heads");
+
+    const int64_t state_numel = params.num_sequences * HV * kHeadDim * kHeadDim;
+    params.q = address(q, "q", batch * tokens * H * kHeadDim, device);
+    params.k = address(k, "k", batch * tokens * H * kHeadDim, device);
+    params.v = address(v, "v", batch * tokens * HV * kHeadDim, device);
+    params.g = address(g, "g", batch * tokens * HV * kHeadDim, device);
+    params.o = const_cast<void*>(address(o, "o", batch * tokens * HV * kHeadDim, device));
+    params.beta = address(beta, "beta", batch * tokens * HV, device, 1);
+    params.g_dtype = dtype_of(g, "g");
+    STD_TORCH_CHECK(params.g_dtype == Dtype::kFloat32 || params.g_dtype == Dtype::kBFloat16,
+                    "chunk_kda_fwd: g must be float32 or bfloat16");
+    params.beta_dtype = dtype_of(beta, "beta");
+    if (use_gate && A_log) {
+        params.A_log = address(*A_log, "A_log", HV, device, 1);
+        params.A_log_dtype = dtype_of(*A_log, "A_log");
+    }
+    if (use_gate && dt_bias) {
+        params.dt_bias = address(*dt_bias, "dt_bias", HV * kHeadDim, device, 1);
+        params.dt_bias_dtype = dtype_of(*dt_bias, "dt_bias");
+    }
+    if (initial_state) {
+        STD_TORCH_CHECK(initial_state->scalar_type() == ScalarType::Float, "chunk_kda_fwd: initial_state must be float32");
+        params.initial_state = static_cast<const float*>(address(*initial_state, "initial_state", state_numel, device));
+    }
+    if (final_state) {
+        STD_TORCH_CHECK(final_state->scalar_type() == ScalarType::Float, "chunk_kda_fwd: final_state must be float32");
+        params.final_state =
+            const_cast<float*>(static_cast<const float*>(address(*final_state, "final_state", state_numel, device)));
+    }
+    params.scale = float(scale);
+    params.lower_bound = float(lower_bound.value_or(0.0));
+    params.gate_mode = !use_gate ? GateMode::kGiven : lower_bound ? GateMode::kBounded : GateMode::kSoftplus;
+    params.beta_mode = BetaMode(beta_mode);
+    params.use_qk_l2norm = use_qk_l2norm;
+    params.state_v_first = state_v_first;
+
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    const cudaStream_t stream = current_cuda_stream(device);
+    const cudaError_t error = params.g_dtype == Dtype::kBFloat16 ? kda::sm80::launch_gate_bf16(params, stream)
+                                                                  : kda::sm80::launch_gate_fp32(params, stream);
+    STD_TORCH_CHECK(error == cudaSuccess, "chunk_kda_fwd: launch failed: ", cudaGetErrorString(error));
+}

@@ -1,0 +1,15 @@
+// The operator chunk_kda_fwd: checks tensors, describes the call in one struct, launches a kernel on the tensors' device.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+// Inputs are contiguous and 16-byte aligned; `o` and `final_state` are written, every element of them. Raises
+// std::runtime_error, before anything is launched, on a call that does not fit; launch errors raise at once.
+void chunk_kda_fwd(torch::stable::Tensor q, torch::stable::Tensor k, torch::stable::Tensor v, torch::stable::Tensor g,
+                   torch::stable::Tensor beta, std::optional<torch::stable::Tensor> A_log,
+                   std::optional<torch::stable::Tensor> dt_bias, std::optional<torch::stable::Tensor> initial_state,
+                   std::optional<torch::stable::Tensor> cu_seqlens, torch::stable::Tensor o,
+                   std::optional<torch::stable::Tensor> final_state, double scale, bool use_qk_l2norm, bool use_gate,
+                   std::optional<double> lower_bound, int64_t beta_mode, bool state_v_first);

@@ -1,0 +1,37 @@
+// Everything one forward call hands from the host to a kernel. Plain data, passed by value.
+#pragma once
+
+#include <cstdint>
+
+enum class Dtype : int { kFloat32, kBFloat16, kFloat16, kFloat64 };
+enum class GateMode : int { kGiven, kSoftplus, kBounded };     // g as given; -exp(A_log) softplus(.); bound * sigmoid(.)
+enum class BetaMode : int { kGiven, kSigmoid, kTwiceSigmoid };
+
+struct ChunkKdaFwdParams {
+    // All contiguous, the first six 16-byte aligned. Shapes as in fla.ops.kda.chunk_kda.
+    const void* q;              // [B, T, H, 128] bf16
+    const void* k;              // [B, T, H, 128] bf16
+    const void* v;              // [B, T, HV, 128] bf16
+    const void* g;              // [B, T, HV, 128] bf16 or fp32
+    void* o;                    // [B, T, HV, 128] bf16
+    const float* initial_state; // [N, HV, 128, 128] or null
+    float* final_state;         // [N, HV, 128, 128] or null
+    const void* beta;           // [B, T, HV]
+    const void* A_log;          // [HV] or null
+    const void* dt_bias;        // [HV * 128] or null
+    const void* cu_seqlens;     // [N + 1] int32 or int64, or null: then N = B sequences of T tokens
+
+    int64_t num_sequences;      // N
+    int64_t tokens;             // T < 2^31 (with cu_seqlens: of the one packed row)
+    int num_qk_heads;           // H
+    int num_v_heads;            // HV, a multiple of H
+
+    float scale;
+    float lower_bound;          // natural log units, used by GateMode::kBounded
+    GateMode gate_mode;
+    BetaMode beta_mode;
+    Dtype g_dtype, beta_dtype, A_log_dtype, dt_bias_dtype;
+    bool use_qk_l2norm;
+    bool state_v_first;         // states are [N, HV, V, K] instead of [N, HV, K, V]
+    bool cu_seqlens_is_int64;
+};

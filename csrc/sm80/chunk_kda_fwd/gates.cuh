@@ -1,0 +1,74 @@
+// Scalars of the recurrence as the caller gave them: gates in base-2 logs, beta, the parameters of any float dtype.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "api/chunk_kda_fwd_params.h"
+#include "ptx/math.cuh"
+#include "sm80/chunk_kda_fwd/config.cuh"
+
+namespace kda::sm80 {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+__device__ __forceinline__ float load_as_float(const void* pointer, Dtype dtype, int64_t index) {
+    switch (dtype) {
+        case Dtype::kFloat32: return static_cast<const float*>(pointer)[index];
+        case Dtype::kBFloat16: return __bfloat162float(static_cast<const __nv_bfloat16*>(pointer)[index]);
+        case Dtype::kFloat16: return __half2float(static_cast<const __half*>(pointer)[index]);
+        default: return float(static_cast<const double*>(pointer)[index]);
+    }
+}
+
+__device__ __forceinline__ float sigmoid(float x) {
+    return ptx::rcp_approx(1.0f + ptx::exp2_approx(-kLog2E * x));
+}
+
+// log2(1 + 2^y). Near zero lg2.approx would only be exact to 2^-22 absolutely; the series is exact relatively, which is
+// what slow gates summed over many tokens need.
+__device__ __forceinline__ float softplus_base2(float y) {
+    const float e = ptx::exp2_approx(-fabsf(y));
+    const float series = kLog2E * e * (1.0f + e * (-1.0f / 2 + e * (1.0f / 3 + e * (-1.0f / 4 + e * (1.0f / 5)))));
+    const float tail = e < 0.0625f ? series : ptx::log2_approx(1.0f + e);
+    return fmaxf(y, 0.0f) + tail;
+}
+
+// The gate of one (head, channel): parameters read once, then g -> log2 of the decay.
+struct Gate {
+    float factor;  // of the activation's result, log2(e) included
+    float slope;   // of the activation's argument
+    float bias;
+
+    __device__ __forceinline__ Gate(const ChunkKdaFwdParams& params, int v_head, int channel) {
+        bias = params.dt_bias && params.gate_mode != GateMode::kGiven
+                   ? load_as_float(params.dt_bias, params.dt_bias_dtype, int64_t(v_head) * kHeadDim + channel)
+                   : 0.0f;
+        const bool has_A = params.A_log && params.gate_mode != GateMode::kGiven;
+        const float A = has_A ? expf(load_as_float(params.A_log, params.A_log_dtype, v_head)) : 1.0f;
+        slope = params.gate_mode == GateMode::kBounded ? A : kLog2E;
+        factor = params.gate_mode == GateMode::kBounded ? params.lower_bound * kLog2E
+                 : params.gate_mode == GateMode::kSoftplus ? -A
+                                                           : kLog2E;
+    }
+
+    template <GateMode kMode>
+    __device__ __forceinline__ float log2_decay(float g) const {
+        float decay;
+        if constexpr (kMode == GateMode::kGiven) decay = g * factor;
+        if constexpr (kMode == GateMode::kSoftplus) decay = factor * softplus_base2(slope * (g + bias));
+        if constexpr (kMode == GateMode::kBounded) decay = factor * sigmoid(slope * (g + bias));
+        return decay < kForgetAll ? kForgetAll : decay;  // not fmaxf, which would drop a NaN
+    }
+};
+
+__device__ __forceinline__ float load_beta(const ChunkKdaFwdParams& params, int64_t index) {
+    const float beta = load_as_float(params.beta, params.beta_dtype, index);
+    switch (params.beta_mode) {
+        case BetaMode::kGiven: return beta;
+        case BetaMode::kSigmoid: return sigmoid(beta);
+        default: return 2.0f * sigmoid(beta);
+    }
+}
+
+}  // namespace kda::sm80

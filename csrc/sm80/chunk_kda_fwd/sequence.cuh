@@ -1,0 +1,55 @@
+// Which tokens and which head a block works on.
+#pragma once
+
+#include "api/chunk_kda_fwd_params.h"
+#include "sm80/chunk_kda_fwd/config.cuh"
+
+namespace kda::sm80 {
+
+struct Work {
+    int64_t first_token;  // index into the flattened [B * T] tokens
+    int64_t state;        // index of the [128, 128] state
+    int length;
+    int chunks;
+    int v_head;
+    int qk_head;
+};
+
+// Entry `index` of cu_seqlens, forced into [0, T] so that no value whatever leads outside the tensors.
+__device__ __forceinline__ int64_t sequence_border(const ChunkKdaFwdParams& params, int64_t index) {
+    const int64_t value = params.cu_seqlens_is_int64 ? static_cast<const int64_t*>(params.cu_seqlens)[index]
+                                                     : static_cast<const int32_t*>(params.cu_seqlens)[index];
+    return value < 0 ? 0 : (value > params.tokens ? params.tokens : value);
+}
+
+__device__ __forceinline__ Work locate_work(const ChunkKdaFwdParams& params, int64_t block) {
+    Work work;
+    const int64_t sequence = block / params.num_v_heads;
+    work.v_head = int(block - sequence * params.num_v_heads);
+    work.qk_head = work.v_head / (params.num_v_heads / params.num_qk_heads);
+    work.state = block;
+    if (params.cu_seqlens) {
+        work.first_token = sequence_border(params, sequence);
+        const int64_t end = sequence_border(params, sequence + 1);
+        work.length = end > work.first_token ? int(end - work.first_token) : 0;
+    } else {
+        work.first_token = sequence * params.tokens;
+        work.length = int(params.tokens);
+    }
+    work.chunks = work.length / kChunk + (work.length % kChunk != 0);
+    return work;
+}
+
+// Clears the output rows before the first and after the last sequence of a packed call.
+__device__ __forceinline__ void zero_uncovered_rows(const ChunkKdaFwdParams& params, int64_t part, int64_t parts) {
+    const int64_t row_pieces = int64_t(params.num_v_heads) * kHeadDim * 2 / 16;
+    const int64_t first = sequence_border(params, 0) * row_pieces;
+    const int64_t last = sequence_border(params, params.num_sequences) * row_pieces;
+    const int64_t end = params.tokens * row_pieces;
+    uint4* out = static_cast<uint4*>(params.o);
+    const int64_t start = part * blockDim.x + threadIdx.x, step = parts * blockDim.x;
+    for (int64_t i = start; i < first; i += step) out[i] = uint4{0, 0, 0, 0};
+    for (int64_t i = (last > first ? last : first) + start; i < end; i += step) out[i] = uint4{0, 0, 0, 0};
+}
+
+}  // namespace kda::sm80

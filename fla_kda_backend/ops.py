@@ -1,0 +1,100 @@
+"""The compiled operators: finding and loading the library, and calling it.
+
+Nothing here decides whether a call is served; that is dispatch.py's work. Importing this module loads nothing.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from .call import Call
+
+_LIBRARY_FOLDER = Path(__file__).parent / "_C"
+# The operator reads these inputs in 16-byte pieces.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class LibraryInfo:
+    """What the loaded library was built for and with."""
+
+    path: str
+    archs: tuple[str, ...]  # such as ("80", "90a")
+    cuda: str
+    torch: str
+
+
+@cache
+def _load() -> tuple[LibraryInfo | None, str | None]:
+    candidates = sorted(_LIBRARY_FOLDER.glob("*.so"))
+    if not candidates:
+        return None, "the package was installed without compiled kernels (no nvcc when it was built)"
+    path = str(candidates[0])
+    try:
+        torch.ops.load_library(path)
+        info = json.loads(torch.ops.fla_kda_backend.build_info())
+        torch.library.register_fake("fla_kda_backend::chunk_kda_fwd", lambda *args: None)
+    except Exception as error:  # whatever is wrong with the library, calls must still reach Triton
+        return None, f"the compiled library does not load: {' '.join(str(error).split())}"
+    return LibraryInfo(path, tuple(info["archs"]), info["cuda"], info["torch"]), None
+
+
+def library() -> LibraryInfo | None:
+    """The loaded library, or None; loads it the first time."""
+    return _load()[0]
+
+
+def load_error() -> str | None:
+    """One sentence saying why there is no library, or None."""
+    return _load()[1]
+
+
+def _packed(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, or a copy of it where it is not contiguous or not aligned."""
+    if tensor is None:
+        return None
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
+
+
+def chunk_kda_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Runs an accepted call on the CUDA kernels, on the tensors' device and that device's current stream.
+
+    Args:
+        call: a call that the dispatcher accepted: K = V = 128, q, k, v bfloat16, g and beta bfloat16 or float32, no gradients.
+
+    Returns:
+        o [B, T, HV, V] in q's dtype, and final_state [N, HV, K, V] ([N, HV, V, K] if ``call.state_v_first``) float32, or None.
+    """
+    v = _packed(call.v)
+    o = torch.empty_like(v)
+    final_state = None
+    if call.output_final_state:
+        B, _, HV, V = v.shape
+        N = B if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+        K = call.k.shape[-1]
+        final_state = v.new_empty((N, HV, V, K) if call.state_v_first else (N, HV, K, V), dtype=torch.float32)
+    torch.ops.fla_kda_backend.chunk_kda_fwd(
+        _packed(call.q),
+        _packed(call.k),
+        v,
+        _packed(call.g),
+        _packed(call.beta),
+        _packed(call.A_log),
+        _packed(call.dt_bias),
+        _packed(call.initial_state),
+        _packed(call.cu_seqlens),
+        o,
+        final_state,
+        call.scale,
+        call.use_qk_l2norm_in_kernel,
+        call.use_gate_in_kernel,
+        call.lower_bound,
+        (2 if call.allow_neg_eigval else 1) if call.use_beta_sigmoid_in_kernel else 0,
+        call.state_v_first,
+    )
+    return o, final_state
