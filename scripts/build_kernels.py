@@ -372,7 +372,9 @@ def build_or_explain(package_parent: Path, plan: Plan | KernelsUnavailable) -> N
         build(plan, library)
         note.unlink(missing_ok=True)
         return
-    library.unlink(missing_ok=True)
+    if library.exists():
+        say(f"keeping {library}, which was built earlier: {plan}")
+        return
     folder.mkdir(parents=True, exist_ok=True)
     note.write_text(f"{plan}\n")
     say(f"installing without CUDA kernels: {plan}")

@@ -24,9 +24,9 @@ CUDA_FORWARD = Tolerance(
     state=5e-3,
     reason="FLA's own bound for o and the final state in bf16; every gate regime must stay within it",
 )
-# Few tokens, or gates so steep that a row sees itself alone, leave few terms to average over, and a state that is nearly
-# one outer product: the rounding of k, v and beta to bf16 operands is then all there is (2^-9 relative each, three of
-# them in quadrature 3.4e-3 at worst, plus the output's own 2^-9).
+# Few tokens, or gates so steep that a row sees itself alone, leave few terms to average over, and a state that is
+# nearly one outer product: the rounding of operands to bf16 is then all there is (2^-9 relative each, three of them in
+# quadrature 3.4e-3 at worst, plus the output's own 2^-9).
 CUDA_FORWARD_FEW_TERMS = Tolerance(
     o=8e-3,
     state=8e-3,
@@ -38,7 +38,7 @@ ACCURACY_GOALS = {
     "strong": Tolerance(3.5e-3, 2.2e-3, "below FLA Triton's 3.84e-3 / 2.37e-3"),
     "long-memory": Tolerance(4.5e-3, 4.0e-3, "below FLA Triton's 5.25e-3 / 4.67e-3"),
 }
-# Two orders of the same fp32 sums and the same bf16 operands (a prompt in one call, or in parts with the state carried).
+# Two orders of the same fp32 sums and bf16 operands (a prompt in one call, or in parts with the state carried).
 SPLIT_PREFILL = Tolerance(
     o=4e-3,
     state=4e-3,

@@ -1,0 +1,68 @@
+"""Does the past ignore the future? Outputs before a changed token are bit-identical, and a prompt may come in parts."""
+
+import math
+
+import pytest
+import torch
+
+from tests.gpu import DEVICE
+from tests.kdakit import cases, compare
+from tests.kdakit.run import run_exactly, run_on_kernels, same_bits
+
+TOKENS = 180
+FUTURES = ("other", "steep", "nan")
+
+
+def with_future(arguments: dict, start: int, kind: str) -> dict:
+    """The call with everything from token `start` on replaced."""
+    changed = dict(arguments)
+    random = torch.Generator().manual_seed(start)
+    for name in ("q", "k", "v", "g", "beta"):
+        tensor = changed[name] = arguments[name].clone()
+        future = torch.randn(tensor[:, start:].shape, generator=random)
+        if kind == "nan":
+            future = torch.full_like(future, math.nan)
+        elif name == "g":
+            activated = not arguments.get("use_gate_in_kernel")
+            future = (-90.0 if activated else 30.0) * future.abs() if kind == "steep" else -future.abs()
+        tensor[:, start:] = future.to(tensor.dtype)
+    return changed
+
+
+@pytest.mark.parametrize("name", ["1-kimi-linear", "3-kimi-k3", "5-fla-default"])
+@pytest.mark.parametrize("gate", ["randn", "strong", "mixed"])
+@pytest.mark.parametrize("future", FUTURES)
+def test_outputs_before_a_changed_token_are_bit_identical(name, gate, future):
+    case = cases.Case(cases.caller(name), "dense-tail", gate)
+    arguments = cases.build(case, tokens=TOKENS, heads=2, device=DEVICE, seed=11).arguments
+    o, _ = run_on_kernels(arguments)
+
+    for start in (1, 7, 15, 16, 17, 31, 47, 48, 63, 64, 65, 100, 127, 128, 170):
+        changed, _ = run_on_kernels(with_future(arguments, start, future))
+        assert same_bits(o[:, :start], changed[:, :start]), f"a future from token {start} on changed the past"
+        if future != "nan":
+            assert not torch.equal(o[:, start:], changed[:, start:])
+
+
+@pytest.mark.parametrize("name", ["1-kimi-linear", "3-kimi-k3", "5-fla-default"])
+@pytest.mark.parametrize("gate", ["randn", "long-memory", "trained"])
+@pytest.mark.parametrize("borders", [(1024,), (512, 1024, 1536), (7, 100, 1999)], ids=str)
+def test_a_prompt_in_parts_with_the_state_carried_agrees_with_one_call(name, gate, borders):
+    case = cases.Case(cases.caller(name), "dense", gate)
+    arguments = cases.build(case, tokens=2048, heads=2, device=DEVICE, seed=12).arguments
+    whole_o, whole_state = run_on_kernels(arguments)
+
+    parts, state = [], arguments.get("initial_state")
+    for start, end in zip((0, *borders), (*borders, 2048), strict=True):
+        part = dict(arguments, initial_state=state)
+        for tensor in ("q", "k", "v", "g", "beta"):
+            part[tensor] = arguments[tensor][:, start:end]
+        o, state = run_on_kernels(part)
+        parts.append(o)
+    split_o = torch.cat(parts, dim=1)
+
+    exact_o, exact_state = run_exactly(cases.judge_arguments(arguments))
+    compare.assert_close(split_o, exact_o, compare.CUDA_FORWARD.o, "o in parts")
+    compare.assert_close(state, exact_state, compare.CUDA_FORWARD.state, "final_state in parts")
+    compare.assert_close(split_o, whole_o, compare.SPLIT_PREFILL.o, "o in parts against one call")
+    compare.assert_close(state, whole_state, compare.SPLIT_PREFILL.state, "final_state in parts against one call")

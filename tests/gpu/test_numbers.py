@@ -1,0 +1,123 @@
+"""Are the kernels accurate where numbers are hard? The accuracy goals, near-collinear keys, gates of every strength."""
+
+import pytest
+import torch
+
+from tests.gpu import DEVICE
+from tests.kdakit import accuracy, cases, compare
+from tests.kdakit.run import run_exactly, run_on_kernels
+
+# Measured with FLA's Triton kernels in the same regime, whose error the softplus gate must not exceed: see the accuracy
+# table of docs/results, which scripts/parity.py writes. This bound is FLA's own for such results.
+SOFTPLUS = compare.CUDA_FORWARD
+
+
+@pytest.mark.parametrize("regime", accuracy.REGIMES)
+def test_accuracy_goals_over_2048_tokens(regime):
+    arguments = accuracy.inputs(regime, device=DEVICE)
+    goal = compare.ACCURACY_GOALS.get(regime, SOFTPLUS)
+
+    o, state = run_on_kernels(arguments)
+
+    exact_o, exact_state = run_exactly(cases.judge_arguments(arguments))
+    compare.assert_close(o, exact_o, goal.o, "o")
+    compare.assert_close(state, exact_state, goal.state, "final_state")
+
+
+def near_collinear(tokens: int, heads: int, spread: float, g: float) -> dict:
+    """Keys that differ from one direction by `spread`, beta next to 1: powers of the chunk's L grow like binomials."""
+    random = torch.Generator().manual_seed(1)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=random)
+
+    direction = randn(1, 1, heads, cases.HEAD_DIM)
+    shape = (1, tokens, heads, cases.HEAD_DIM)
+    arguments = dict(
+        q=randn(*shape).bfloat16(),
+        k=(direction + spread * randn(*shape)).bfloat16(),
+        v=randn(*shape).bfloat16(),
+        g=torch.full(shape, g),
+        beta=torch.full(shape[:3], 0.999),
+        initial_state=randn(1, heads, cases.HEAD_DIM, cases.HEAD_DIM),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    return {name: cases.to_device(value, DEVICE) for name, value in arguments.items()}
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 0.05])
+@pytest.mark.parametrize("g", [0.0, -1e-3, -0.5])
+def test_near_collinear_keys_stay_finite_and_accurate(spread, g):
+    arguments = near_collinear(tokens=331, heads=2, spread=spread, g=g)
+
+    o, state = run_on_kernels(arguments)
+
+    exact_o, exact_state = run_exactly(arguments)
+    # Differences of nearly equal terms: u = beta (v - S^T k) cancels, and what is left carries the operands' rounding.
+    compare.assert_close(o, exact_o, 2 * compare.CUDA_FORWARD_FEW_TERMS.o, "o")
+    compare.assert_close(state, exact_state, 2 * compare.CUDA_FORWARD_FEW_TERMS.state, "final_state")
+
+
+def activated_call(g: torch.Tensor, seed: int = 2) -> dict:
+    random = torch.Generator().manual_seed(seed)
+    shape = g.shape
+    arguments = dict(
+        q=torch.randn(shape, generator=random).bfloat16(),
+        k=torch.randn(shape, generator=random).bfloat16(),
+        v=torch.randn(shape, generator=random).bfloat16(),
+        g=g,
+        beta=torch.rand(shape[:3], generator=random),
+        initial_state=torch.randn(shape[0], shape[2], cases.HEAD_DIM, cases.HEAD_DIM, generator=random),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    return {name: cases.to_device(value, DEVICE) for name, value in arguments.items()}
+
+
+GATES = [0.0, -1e-6, -4.9, -5.46, -5.6, -20.0, -87.0, -104.0, -1000.0, -3e38, -float("inf")]
+
+
+@pytest.mark.parametrize("per_token", GATES)
+def test_constant_gates_of_any_strength_are_exact(per_token):
+    # -5.46 a token is where a 16-token prefix leaves fp32's exponents; -87 and -104 where a single token does.
+    arguments = activated_call(torch.full((1, 75, 2, cases.HEAD_DIM), per_token))
+
+    o, state = run_on_kernels(arguments)
+
+    exact_o, exact_state = run_exactly(arguments)
+    compare.assert_close(o, exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o")
+    compare.assert_close(state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state")
+
+
+@pytest.mark.parametrize("position", [0, 1, 15, 16, 17, 40])
+def test_keys_forgotten_by_one_steep_token_stay_forgotten(position):
+    # With clamped exponents a key before the steep token would come back; here nothing before it may be seen after it.
+    g = torch.full((1, 64, 2, cases.HEAD_DIM), -1e-3)
+    g[:, position] = -500.0
+    arguments = activated_call(g)
+    other = dict(arguments, initial_state=torch.full_like(arguments["initial_state"], 1e3))
+    for name in ("k", "v", "beta"):
+        other[name] = arguments[name].clone()
+        other[name][:, :position] = arguments[name][:, :position].flip(1) if position else arguments[name][:, :0]
+
+    o, state = run_on_kernels(arguments)
+    changed_o, changed_state = run_on_kernels(other)
+
+    exact_o, exact_state = run_exactly(arguments)
+    compare.assert_close(o, exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o")
+    compare.assert_close(changed_o[:, position:], exact_o[:, position:], compare.CUDA_FORWARD_FEW_TERMS.o, "later o")
+    compare.assert_close(changed_state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state")
+
+
+def test_channels_of_opposite_strength_in_one_chunk_are_exact():
+    g = torch.zeros(1, 96, 2, cases.HEAD_DIM)
+    g[..., ::2] = -200.0
+    g[:, 5::7, :, 1::4] = -30.0
+    arguments = activated_call(g)
+
+    o, state = run_on_kernels(arguments)
+
+    exact_o, exact_state = run_exactly(arguments)
+    compare.assert_close(o, exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o")
+    compare.assert_close(state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state")

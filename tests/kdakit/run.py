@@ -1,0 +1,61 @@
+"""How is one call run on each side? On our kernels, with the path witnessed, on FLA's Triton, and exactly."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+import fla_kda_backend
+from fla_kda_backend.reference import recurrent_kda
+
+# The dispatcher's name for the kernels of every GPU from sm_80 on.
+PORTABLE = "portable"
+
+
+def run_on_kernels(arguments: dict, path: str = PORTABLE) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o, final_state) of our CUDA kernels, in inference. Fails unless the dispatcher says that `path` served it."""
+    served = fla_kda_backend.dispatch_counts().get(path, 0)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # callers that use the old name of state_v_first
+        result = fla_kda_backend.chunk_kda(**arguments)
+    decision = fla_kda_backend.last_dispatch()
+    assert decision.path == path, f"the call ran on {decision.path} ({decision.reason}) instead of {path}"
+    assert fla_kda_backend.dispatch_counts()[path] == served + 1
+    return result
+
+
+def run_exactly(judge: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o, final_state) of the recurrence in float64, from which every error is measured."""
+    with torch.no_grad():
+        return recurrent_kda(**judge)
+
+
+@contextmanager
+def dispatch_off() -> Iterator[None]:
+    """Calls inside reach FLA's own code, whatever they are."""
+    fla_kda_backend.disable()
+    try:
+        yield
+    finally:
+        fla_kda_backend.enable()
+
+
+def run_on_fla(arguments: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o, final_state) of FLA's Triton kernels, with our backend off. Fails if the backend saw the call anyway."""
+    import fla.ops.kda
+
+    counts = dict(fla_kda_backend.dispatch_counts())
+    with dispatch_off(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        result = fla.ops.kda.chunk_kda(**arguments)
+    assert fla_kda_backend.dispatch_counts() == counts, "the reference call was dispatched, too"
+    return result
+
+
+def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    """Whether two results are equal bit for bit, NaN included; None equals only None."""
+    if left is None or right is None:
+        return left is right
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
+    return left.dtype == right.dtype and torch.equal(left.contiguous().view(integer), right.contiguous().view(integer))
