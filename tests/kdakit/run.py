@@ -1,5 +1,6 @@
 """How is one call run on each side? On our kernels, with the path witnessed, on FLA's Triton, and exactly."""
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +15,12 @@ PORTABLE = "portable"
 
 
 def run_on_kernels(arguments: dict, path: str = PORTABLE) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final_state) of our CUDA kernels, in inference. Fails unless the dispatcher says that `path` served it."""
-    served = fla_kda_backend.dispatch_counts().get(path, 0)
-    with torch.no_grad(), warnings.catch_warnings():
+    """(o, final_state) of our CUDA kernels, in inference. Fails unless the dispatcher says that `path` served it.
+
+    A call that would fall back raises with the reason, instead of having Triton tune for a minute or two.
+    """
+    served = fla_kda_backend.dispatch_counts()[path]
+    with torch.no_grad(), environment("FLA_KDA_STRICT", "1"), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # callers that use the old name of state_v_first
         result = fla_kda_backend.chunk_kda(**arguments)
     decision = fla_kda_backend.last_dispatch()
@@ -29,6 +33,20 @@ def run_exactly(judge: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final_state) of the recurrence in float64, from which every error is measured."""
     with torch.no_grad():
         return recurrent_kda(**judge)
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """An environment variable set for a while, for switches that are read at every call."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextmanager
