@@ -153,18 +153,24 @@ def _gated_mlp(self, x, **_):
 
 def _operators(model) -> tuple[types.ModuleType, str, str]:
     """The module through whose names `model` calls KDA, and the names for prefill and for decode."""
-    if type(model).__module__.startswith("transformers."):
+    if has_torch_only(model):
         return inspect.getmodule(type(model)), "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
     import fla.layers.kda
 
     return fla.layers.kda, "chunk_kda", "fused_recurrent_kda"
 
 
+def kda_operators(model) -> tuple[Callable, Callable]:
+    """What `model` calls for prefill and for decode right now."""
+    module, prefill_name, decode_name = _operators(model)
+    return getattr(module, prefill_name), getattr(module, decode_name)
+
+
 @contextmanager
 def kda_replaced(model, prefill: Callable, decode: Callable) -> Iterator[None]:
     """Inside, `model` calls `prefill` and `decode` for KDA; everything else is untouched."""
     module, prefill_name, decode_name = _operators(model)
-    originals = getattr(module, prefill_name), getattr(module, decode_name)
+    originals = kda_operators(model)
     setattr(module, prefill_name, prefill)
     setattr(module, decode_name, decode)
     try:
@@ -174,12 +180,14 @@ def kda_replaced(model, prefill: Callable, decode: Callable) -> Iterator[None]:
         setattr(module, decode_name, originals[1])
 
 
+def has_torch_only(model) -> bool:
+    """Whether `model` comes with KDA in plain PyTorch: transformers' does, FLA's does not."""
+    return type(model).__module__.startswith("transformers.")
+
+
 def torch_only(model):
     """transformers' own PyTorch implementation, the one that it falls back to where FLA is not installed."""
-    module, prefill_name, decode_name = _operators(model)
-    return kda_replaced(
-        model, inspect.unwrap(getattr(module, prefill_name)), inspect.unwrap(getattr(module, decode_name))
-    )
+    return kda_replaced(model, *(inspect.unwrap(operator) for operator in kda_operators(model)))
 
 
 def exact(model):
