@@ -1,5 +1,40 @@
-"""CUDA kernels for Kimi Delta Attention that plug into flash-linear-attention."""
+"""CUDA kernels for Kimi Delta Attention (KDA) that plug into flash-linear-attention.
 
+Installed beside `flash-linear-attention` the package serves FLA's `chunk_kda` by itself. This module is its small public
+surface; everything heavy is imported when it is first used.
+
+    chunk_kda          the operator itself, with the signature of the newest FLA
+    status             versions, way of registration, kernels, environment
+    last_dispatch      the latest call and the path it took
+    dispatch_counts    how many calls took each path
+    enable, disable    register with FLA, and restore what was there before
+"""
+
+from fla_kda_backend import autoload
 from fla_kda_backend._version import __version__
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "chunk_kda", "disable", "dispatch_counts", "enable", "last_dispatch", "status"]
+
+_HOMES = {
+    "chunk_kda": "fla_kda_backend.interface",
+    "disable": "fla_kda_backend.registration",
+    "dispatch_counts": "fla_kda_backend.log",
+    "enable": "fla_kda_backend.registration",
+    "last_dispatch": "fla_kda_backend.log",
+    "status": "fla_kda_backend.interface",
+}
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+autoload.install()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -55,6 +55,16 @@ class Call:
     unknown: tuple[str, ...] = ()
 
 
+# A frozen dataclass fills its fields through object.__setattr__, which costs 3 microseconds a call. A draft is the same
+# object before it is frozen: the same slots, filled by plain assignment.
+_Draft = make_dataclass("_Draft", [field.name for field in fields(Call)], slots=True, eq=False)
+
+
+def _freeze(draft: _Draft) -> Call:
+    draft.__class__ = Call
+    return draft
+
+
 class NotBindable(Exception):
     """A call that the installed function cannot take, or would not understand as its newest version does.
 
@@ -69,7 +79,7 @@ class NotBindable(Exception):
 
 # What every keyword means when it is not given. A keyword given with this value asks for nothing, so that it does no harm
 # where the installed function ignores it.
-_DEFAULTS = {
+DEFAULTS = {
     "A_log": None,
     "dt_bias": None,
     "scale": None,
@@ -92,8 +102,10 @@ _DEFAULTS = {
     "max_num_seqs": None,
     "chunk_size": 64,
 }
+# The arguments that have no default in any version.
+REQUIRED = ("q", "k", "v", "g", "beta")
 # Keywords that FLA's versions take through `**kwargs` rather than through a parameter.
-_THROUGH_KWARGS = frozenset({"A_log", "dt_bias", "chunk_size", "transpose_state_layout"})
+THROUGH_KWARGS = frozenset({"A_log", "dt_bias", "chunk_size", "transpose_state_layout"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +141,7 @@ class Signature:
         code = getattr(inspect.unwrap(function), "__code__", None)
         # A keyword read out of **kwargs is a string constant of the function's code.
         constants = code.co_consts if code is not None else ()
-        through_kwargs = {name for name in _THROUGH_KWARGS if name in constants} if takes_any_keyword else set()
+        through_kwargs = {name for name in THROUGH_KWARGS if name in constants} if takes_any_keyword else set()
         return cls(
             positional=tuple(name for name, p in named.items() if p.kind is not kinds.KEYWORD_ONLY),
             required=tuple(name for name, p in named.items() if p.default is kinds.empty),
@@ -179,7 +191,7 @@ class Signature:
             raise NotBindable(
                 f"this FLA version has no GVA (v has {_heads(v)} heads, q has {_heads(q)})", refused=True
             )
-        return Call(
+        draft = _Draft(
             q,
             given["k"],
             v,
@@ -207,6 +219,7 @@ class Signature:
             get("chunk_size", 64),
             unknown,
         )
+        return _freeze(draft)
 
     def _unknown(self, given: dict[str, Any]) -> tuple[str, ...]:
         """Names in `given` that have no effect in this version although their value asks for one."""
@@ -216,7 +229,7 @@ class Signature:
                 continue
             if not self.takes_any_keyword:
                 raise NotBindable(f"unexpected keyword argument {name}", refused=True)
-            if name not in _DEFAULTS or value is not _DEFAULTS[name]:
+            if name not in DEFAULTS or value is not DEFAULTS[name]:
                 unknown.append(name)
         return tuple(sorted(unknown))
 

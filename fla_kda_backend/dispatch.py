@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -48,6 +49,26 @@ class Decision:
     arch: str | None = None
     refused: bool = False
     error: type[Exception] | None = None
+
+
+class Dims(NamedTuple):
+    """The sizes of one call: q and k are [B, T, H, K], v is [B, T, HV, V] (V is 0 where v has no such dimension)."""
+
+    B: int
+    T: int
+    H: int
+    K: int
+    HV: int
+    V: int
+
+    @classmethod
+    def of(cls, call: Call) -> Dims | None:
+        """None when q or v has too few dimensions for FLA to read its sizes from."""
+        q_shape, v_shape = call.q.shape, call.v.shape
+        if len(q_shape) != 4 or len(v_shape) < 3:
+            return None
+        B, T, H, K = q_shape
+        return cls(B, T, H, K, v_shape[2], v_shape[3] if len(v_shape) > 3 else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +124,39 @@ def library_for(capability: tuple[int, int]) -> tuple[str | None, str]:
     return None, f"the kernels were built for {built} and cannot run on sm_{capability[0]}{capability[1]}"
 
 
+# --- 0. What can be looked at at all --------------------------------------------------------------------------------------
+
+
+def inputs_are_tensors(call: Call, dims: None) -> str | None:
+    T = torch.Tensor
+    state, cu_seqlens, A_log, dt_bias = call.initial_state, call.cu_seqlens, call.A_log, call.dt_bias
+    if (
+        isinstance(call.q, T)
+        and isinstance(call.k, T)
+        and isinstance(call.v, T)
+        and isinstance(call.g, T)
+        and isinstance(call.beta, T)
+        and (state is None or isinstance(state, T))
+        and (cu_seqlens is None or isinstance(cu_seqlens, T))
+        and (A_log is None or isinstance(A_log, T))
+        and (dt_bias is None or isinstance(dt_bias, T))
+    ):
+        return None
+    required, optional = ("q", "k", "v", "g", "beta"), ("initial_state", "cu_seqlens", "A_log", "dt_bias")
+    values = [(name, getattr(call, name)) for name in required + optional]
+    wrong = [name for name, x in values if not isinstance(x, T) and (x is not None or name in required)]
+    return f"{', '.join(wrong)}: not a tensor"
+
+
+def unknown_keywords(call: Call, dims: None) -> str | None:
+    if call.unknown:
+        return f"not honoured by this FLA version, or unknown here: {', '.join(call.unknown)}"
+
+
 # --- 1. What FLA itself refuses ------------------------------------------------------------------------------------------
 
 
-def fla_needs_four_dimensions(call: Call) -> str | None:
-    if len(call.q.shape) != 4:
-        return f"q has {len(call.q.shape)} dimensions instead of 4"
-    if len(call.v.shape) < 3:
-        return f"v has {len(call.v.shape)} dimensions instead of 4"
-
-
-def fla_context_parallel(call: Call) -> str | None:
+def fla_context_parallel(call: Call, dims: Dims) -> str | None:
     context = call.cp_context
     if context is None:
         return None
@@ -125,33 +168,33 @@ def fla_context_parallel(call: Call) -> str | None:
         return "cp_context has no cu_seqlens"
 
 
-def fla_varlen(call: Call) -> str | None:
+def fla_varlen(call: Call, dims: Dims) -> str | None:
     cu_seqlens = call.cu_seqlens
     if cu_seqlens is None:
         return None
-    if call.q.shape[0] != 1:
-        return f"cu_seqlens needs a batch size of 1, got {call.q.shape[0]}"
+    if dims.B != 1:
+        return f"cu_seqlens needs a batch size of 1, got {dims.B}"
     shape = getattr(cu_seqlens, "shape", None)
     if call.initial_state is not None and shape and call.initial_state.shape[0] != shape[0] - 1:
         return f"initial_state holds {call.initial_state.shape[0]} states for {shape[0] - 1} sequences"
 
 
-def fla_state_dtype(call: Call) -> str | None:
+def fla_state_dtype(call: Call, dims: Dims) -> str | None:
     if call.initial_state is not None and call.initial_state.dtype != torch.float32:
         return f"initial_state is {_name(call.initial_state.dtype)}, not float32"
 
 
-def fla_gate_parameters(call: Call) -> str | None:
+def fla_gate_parameters(call: Call, dims: Dims) -> str | None:
     if call.use_gate_in_kernel and call.A_log is None and call.lower_bound is None:
         return "use_gate_in_kernel needs A_log or lower_bound"
 
 
-def fla_chunk_size(call: Call) -> str | None:
+def fla_chunk_size(call: Call, dims: Dims) -> str | None:
     if call.chunk_size not in FLA_CHUNK_SIZES:
         return f"chunk_size {call.chunk_size} is neither 32 nor 64"
 
 
-def fla_safe_gate(call: Call) -> str | None:
+def fla_safe_gate(call: Call, dims: Dims) -> str | None:
     if not (call.safe_gate and call.use_gate_in_kernel):
         return None
     if call.lower_bound is None:
@@ -160,16 +203,14 @@ def fla_safe_gate(call: Call) -> str | None:
         return f"lower_bound {call.lower_bound} is outside [-5, 0)"
 
 
-def fla_neg_eigval(call: Call) -> str | None:
+def fla_neg_eigval(call: Call, dims: Dims) -> str | None:
     if call.allow_neg_eigval and not call.use_beta_sigmoid_in_kernel:
         return "allow_neg_eigval needs use_beta_sigmoid_in_kernel"
 
 
-def fla_shapes(call: Call) -> str | None:
-    q_shape = call.q.shape
-    B, T, H, K = q_shape
-    HV = call.v.shape[2]
-    if call.k.shape != q_shape:
+def fla_shapes(call: Call, dims: Dims) -> str | None:
+    B, T, H, K, HV, _ = dims
+    if call.k.shape != (B, T, H, K):
         return f"k has shape {_shape(call.k)}, q has {_shape(call.q)}"
     if not 0 < K <= FLA_MAX_KEY_DIM:
         return f"head_dim K={K} is outside 1..{FLA_MAX_KEY_DIM}"
@@ -181,14 +222,14 @@ def fla_shapes(call: Call) -> str | None:
         return f"beta has shape {_shape(call.beta)} instead of [{B}, {T}, {HV}]"
 
 
-def fla_graph_sequences(call: Call) -> str | None:
+def fla_graph_sequences(call: Call, dims: Dims) -> str | None:
     if not call.use_graph or call.max_num_seqs is None or call.cu_seqlens is None:
         return None
     if call.cu_seqlens.shape[0] - 1 != call.max_num_seqs:
         return f"cu_seqlens holds {call.cu_seqlens.shape[0] - 1} sequences, max_num_seqs is {call.max_num_seqs}"
 
 
-def fla_intermediate_states(call: Call) -> str | None:
+def fla_intermediate_states(call: Call, dims: Dims) -> str | None:
     if not call.return_intermediate_states:
         return None
     if not torch.is_inference_mode_enabled():
@@ -200,47 +241,19 @@ def fla_intermediate_states(call: Call) -> str | None:
 # --- 2. What only FLA understands ----------------------------------------------------------------------------------------
 
 
-def unknown_keywords(call: Call) -> str | None:
-    if call.unknown:
-        return f"not honoured by this FLA version, or unknown here: {', '.join(call.unknown)}"
-
-
-def inputs_are_tensors(call: Call) -> str | None:
-    T = torch.Tensor
-    if (
-        isinstance(call.q, T)
-        and isinstance(call.k, T)
-        and isinstance(call.v, T)
-        and isinstance(call.g, T)
-        and isinstance(call.beta, T)
-        and call.initial_state is None
-        and call.cu_seqlens is None
-        and call.A_log is None
-        and call.dt_bias is None
-    ):
-        return None
-    for name in ("q", "k", "v", "g", "beta"):
-        if not isinstance(getattr(call, name), T):
-            return f"{name} is not a tensor"
-    for name in ("initial_state", "cu_seqlens", "A_log", "dt_bias"):
-        value = getattr(call, name)
-        if value is not None and not isinstance(value, T):
-            return f"{name} is not a tensor"
-
-
-def context_parallel(call: Call) -> str | None:
+def context_parallel(call: Call, dims: Dims) -> str | None:
     if call.cp_context is not None:
         return "context parallelism (cp_context) is not supported"
 
 
-def numbers_are_numbers(call: Call) -> str | None:
+def numbers_are_numbers(call: Call, dims: Dims) -> str | None:
     if not isinstance(call.scale, (float, int)):
         return f"scale is a {type(call.scale).__name__}, not a number"
     if call.lower_bound is not None and not isinstance(call.lower_bound, (float, int)):
         return f"lower_bound is a {type(call.lower_bound).__name__}, not a number"
 
 
-def sequences_on_the_host_alone(call: Call) -> str | None:
+def sequences_on_the_host_alone(call: Call, dims: Dims) -> str | None:
     if call.cu_seqlens is None and call.cu_seqlens_cpu is not None:
         return "cu_seqlens_cpu is given without cu_seqlens"
 
@@ -248,13 +261,12 @@ def sequences_on_the_host_alone(call: Call) -> str | None:
 # --- 3. What does not fit together ---------------------------------------------------------------------------------------
 
 
-def values_fit_queries(call: Call) -> str | None:
-    shape = call.v.shape
-    if len(shape) != 4 or shape[:2] != call.q.shape[:2]:
+def values_fit_queries(call: Call, dims: Dims) -> str | None:
+    if call.v.shape != (dims.B, dims.T, dims.HV, dims.V):
         return f"v has shape {_shape(call.v)}, its B and T must be those of q, {_shape(call.q)}"
 
 
-def sequences_are_well_formed(call: Call) -> str | None:
+def sequences_are_well_formed(call: Call, dims: Dims) -> str | None:
     cu_seqlens = call.cu_seqlens
     if cu_seqlens is None:
         return None
@@ -272,26 +284,26 @@ def sequences_are_well_formed(call: Call) -> str | None:
         return f"cu_seqlens_cpu and cu_seqlens differ in shape, {_shape(on_host)} and {_shape(cu_seqlens)}"
 
 
-def state_fits(call: Call) -> str | None:
+def state_fits(call: Call, dims: Dims) -> str | None:
     state = call.initial_state
     if state is None:
         return None
-    sequences = call.q.shape[0] if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-    K, (HV, V) = call.q.shape[3], call.v.shape[2:]
+    B, _, _, K, HV, V = dims
+    sequences = B if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
     expected = (sequences, HV, V, K) if call.state_v_first else (sequences, HV, K, V)
     if state.shape != expected:
         return f"initial_state has shape {_shape(state)} instead of {list(expected)}"
 
 
-def gate_parameters_fit(call: Call) -> str | None:
+def gate_parameters_fit(call: Call, dims: Dims) -> str | None:
     A_log, dt_bias = call.A_log, call.dt_bias
-    if A_log is not None and A_log.numel() != call.v.shape[2]:
-        return f"A_log has {A_log.numel()} values instead of HV={call.v.shape[2]}"
-    if dt_bias is not None and dt_bias.numel() != call.v.shape[2] * call.q.shape[3]:
-        return f"dt_bias has {dt_bias.numel()} values instead of HV*K={call.v.shape[2] * call.q.shape[3]}"
+    if A_log is not None and A_log.numel() != dims.HV:
+        return f"A_log has {A_log.numel()} values instead of HV={dims.HV}"
+    if dt_bias is not None and dt_bias.numel() != dims.HV * dims.K:
+        return f"dt_bias has {dt_bias.numel()} values instead of HV*K={dims.HV * dims.K}"
 
 
-def one_device(call: Call) -> str | None:
+def one_device(call: Call, dims: Dims) -> str | None:
     device = call.q.device
     if call.k.device == call.v.device == call.g.device == call.beta.device == device:
         state, A_log, dt_bias = call.initial_state, call.A_log, call.dt_bias
@@ -310,18 +322,18 @@ def one_device(call: Call) -> str | None:
 # --- 4. What the path of the device does not do --------------------------------------------------------------------------
 
 
-def cpu_dtypes(call: Call) -> str | None:
+def cpu_dtypes(call: Call, dims: Dims) -> str | None:
     for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias"):
         tensor = getattr(call, name)
         if tensor is not None and not tensor.is_floating_point():
             return f"{name} is {_name(tensor.dtype)}, not a floating-point tensor"
 
 
-def cpu_sequence_values(call: Call) -> str | None:
+def cpu_sequence_values(call: Call, dims: Dims) -> str | None:
     """Only for CPU tensors, whose values can be read without waiting for a device."""
     if call.cu_seqlens is None:
         return None
-    borders, T = call.cu_seqlens.tolist(), call.q.shape[1]
+    borders, T = call.cu_seqlens.tolist(), dims.T
     if borders[0] != 0:
         return f"cu_seqlens starts at {borders[0]} instead of 0"
     for index, (start, end) in enumerate(zip(borders, borders[1:])):
@@ -333,61 +345,69 @@ def cpu_sequence_values(call: Call) -> str | None:
         return "cu_seqlens_cpu and cu_seqlens differ in their values"
 
 
-def cuda_gradients(call: Call) -> str | None:
-    if torch.is_grad_enabled():
-        for tensor in (call.q, call.k, call.v, call.g, call.beta, call.initial_state, call.A_log, call.dt_bias):
-            if tensor is not None and tensor.requires_grad:
-                return "gradients are needed, and the CUDA path has no backward yet"
-
-
-def cuda_plain_tensors(call: Call) -> str | None:
+def cuda_plain_tensors(call: Call, dims: Dims) -> str | None:
     for tensor in (call.q, call.k, call.v, call.g, call.beta):
         kind = type(tensor)
         if kind is not torch.Tensor and kind is not torch.nn.Parameter:
             return f"tensors of type {kind.__name__} are not supported"
 
 
-def cuda_head_dim(call: Call) -> str | None:
-    K, V = call.q.shape[3], call.v.shape[3]
+def cuda_gradients(call: Call, dims: Dims) -> str | None:
+    if not torch.is_grad_enabled():  # off under no_grad and under inference_mode
+        return None
+    state, A_log, dt_bias = call.initial_state, call.A_log, call.dt_bias
+    if (
+        call.q.requires_grad
+        or call.k.requires_grad
+        or call.v.requires_grad
+        or call.g.requires_grad
+        or call.beta.requires_grad
+        or (state is not None and state.requires_grad)
+        or (A_log is not None and A_log.requires_grad)
+        or (dt_bias is not None and dt_bias.requires_grad)
+    ):
+        return "gradients are needed, and the CUDA path has no backward yet"
+
+
+def cuda_head_dim(call: Call, dims: Dims) -> str | None:
+    K, V = dims.K, dims.V
     if K != CUDA_HEAD_DIM:
         return f"head_dim K={K} is not supported ({CUDA_HEAD_DIM})"
     if V != CUDA_HEAD_DIM:
         return f"head_dim V={V} is not supported ({CUDA_HEAD_DIM})"
 
 
-def cuda_has_heads(call: Call) -> str | None:
-    if call.q.shape[0] == 0 or call.v.shape[2] == 0:
-        return f"a call with B={call.q.shape[0]} and HV={call.v.shape[2]} has nothing to compute"
+def cuda_has_heads(call: Call, dims: Dims) -> str | None:
+    if dims.B == 0 or dims.HV == 0:
+        return f"a call with B={dims.B} and HV={dims.HV} has nothing to compute"
 
 
-def cuda_dtypes(call: Call) -> str | None:
-    for name in ("q", "k", "v"):
-        dtype = getattr(call, name).dtype
-        if dtype is not torch.bfloat16:
-            return f"{name} is {_name(dtype)}, not bfloat16"
-    for name in ("g", "beta"):
-        dtype = getattr(call, name).dtype
-        if dtype is not torch.bfloat16 and dtype is not torch.float32:
+def cuda_dtypes(call: Call, dims: Dims) -> str | None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
+        if tensor.dtype is not bf16:
+            return f"{name} is {_name(tensor.dtype)}, not bfloat16"
+    for name, tensor in (("g", call.g), ("beta", call.beta)):
+        dtype = tensor.dtype
+        if dtype is not bf16 and dtype is not fp32:
             return f"{name} is {_name(dtype)}, neither bfloat16 nor float32"
-    for name in ("A_log", "dt_bias"):
-        tensor = getattr(call, name)
+    for name, tensor in (("A_log", call.A_log), ("dt_bias", call.dt_bias)):
         if tensor is not None and not tensor.is_floating_point():
             return f"{name} is {_name(tensor.dtype)}, not a floating-point tensor"
 
 
-def cuda_lower_bound(call: Call) -> str | None:
+def cuda_lower_bound(call: Call, dims: Dims) -> str | None:
     if call.use_gate_in_kernel and call.lower_bound is not None and not SAFE_GATE_BOUND <= call.lower_bound < 0:
         return f"lower_bound {call.lower_bound} is outside [-5, 0)"
 
 
-def cuda_results(call: Call) -> str | None:
+def cuda_results(call: Call, dims: Dims) -> str | None:
     if call.return_intermediate_states:
         return "return_intermediate_states is not supported on CUDA yet"
 
 
 READABLE = (inputs_are_tensors, unknown_keywords)
 FLA_REFUSES = (
-    fla_needs_four_dimensions,
     fla_context_parallel,
     fla_varlen,
     fla_state_dtype,
@@ -422,40 +442,44 @@ def _portable(arch: str) -> Decision:
 
 def decide(call: Call) -> Decision:
     """Decide which path serves `call`. Pure: nothing is computed, logged or read from a GPU."""
-    reason = _first(READABLE, call)
+    reason = _first(READABLE, call, None)
     if reason is not None:
         return Decision("triton", reason)
-    reason = _first(FLA_REFUSES, call)
+    dims = Dims.of(call)
+    if dims is None:
+        reason = f"q has {call.q.dim()} and v {call.v.dim()} dimensions instead of 4"
+        return Decision("triton", reason, refused=True)
+    reason = _first(FLA_REFUSES, call, dims)
     if reason is not None:
         return Decision("triton", reason, refused=True)
-    reason = _first(NOT_OURS, call)
+    reason = _first(NOT_OURS, call, dims)
     if reason is not None:
         return Decision("triton", reason)
 
     device = device_facts(call.q.device)
     on_cpu = device.kind == "cpu"
-    reason = _first(MALFORMED, call)
+    reason = _first(MALFORMED, call, dims)
     if reason is not None:
         return Decision("triton", reason, error=ValueError if on_cpu else None)
-    reason = _first(FLA_REFUSES_LATE, call)
+    reason = _first(FLA_REFUSES_LATE, call, dims)
     if reason is not None:
         return Decision("triton", reason, refused=True, error=AssertionError if on_cpu else None)
 
     if on_cpu:
-        reason = _first(CPU_DOES_NOT, call)
+        reason = _first(CPU_DOES_NOT, call, dims)
         return _REFERENCE if reason is None else Decision("triton", reason, error=ValueError)
     if device.kind != "cuda":
         return Decision("triton", f"tensors on a {device.kind} device are not supported")
     arch, reason = library_for(device.capability)
     if arch is None:
         return Decision("triton", reason)
-    reason = _first(CUDA_DOES_NOT, call)
+    reason = _first(CUDA_DOES_NOT, call, dims)
     return _portable(arch) if reason is None else Decision("triton", reason)
 
 
-def _first(rules: tuple[Callable[[Call], str | None], ...], call: Call) -> str | None:
+def _first(rules: tuple[Callable[[Call, Dims], str | None], ...], call: Call, dims: Dims | None) -> str | None:
     for rule in rules:
-        reason = rule(call)
+        reason = rule(call, dims)
         if reason is not None:
             return reason
     return None

@@ -1,0 +1,134 @@
+"""What happens to one `chunk_kda` call, from its arguments to its result? Bind, decide, log, run.
+
+The three ways of meeting FLA (`registration`) and the public `fla_kda_backend.chunk_kda` all go through a `Server`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fla_kda_backend import log, switches
+from fla_kda_backend.call import Call, NotBindable, Signature
+from fla_kda_backend.dispatch import SERVED_BY_US, Decision, decide
+
+
+class StrictModeError(RuntimeError):
+    """`FLA_KDA_STRICT=1` is set and a call would have fallen back to FLA's Triton kernels."""
+
+
+def _run_portable(call: Call) -> tuple:
+    from fla_kda_backend import ops
+
+    return ops.chunk_kda_forward(call)
+
+
+def _run_reference(call: Call) -> tuple:
+    from fla_kda_backend import reference
+
+    if torch.is_autocast_enabled("cpu"):  # FLA computes in the dtypes that it is given, autocast or not
+        with torch.autocast("cpu", enabled=False):
+            return reference.chunk_kda(call)
+    return reference.chunk_kda(call)
+
+
+# What each path that we serve runs.
+RUNNERS: dict[str, Callable[[Call], tuple]] = {"portable": _run_portable, "reference": _run_reference}
+assert RUNNERS.keys() == SERVED_BY_US
+
+
+class _Thread(threading.local):
+    left_to_fla = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def left_to_fla() -> Iterator[None]:
+    """Calls of FLA's function in this thread are not ours, and not logged: they have been decided on already."""
+    _thread.left_to_fla = True
+    try:
+        yield
+    finally:
+        _thread.left_to_fla = False
+
+
+def is_left_to_fla() -> bool:
+    """Whether this thread is inside `left_to_fla`."""
+    return _thread.left_to_fla
+
+
+class Server:
+    """Serves the calls of one `chunk_kda` function.
+
+    A caller that cannot decide and run in one step, such as FLA's registries, asks `accepts` and then calls `run`, with the
+    same arguments and in the same thread. A call that has to fail with an exception of ours is accepted, and raises in
+    `run`: FLA swallows what is raised while a backend is asked.
+    """
+
+    def __init__(self, signature: Signature):
+        self.signature = signature
+        self._decided = threading.local()
+
+    def decide(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call | None, Decision]:
+        """Bind the arguments, decide who serves them, and log it."""
+        try:
+            call = self.signature.bind(args, kwargs)
+        except NotBindable as problem:
+            call, decision = None, Decision("triton", problem.reason, refused=problem.refused)
+        else:
+            decision = decide(call)
+        log.record("chunk_kda", decision, log.facts_of(call))
+        return call, decision
+
+    def accepts(self, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, str | None]:
+        """(whether `run` takes care of this call, why not)."""
+        if is_left_to_fla():
+            return False, "left to FLA by fla_kda_backend.chunk_kda"
+        call, decision = self.decide(args, kwargs)
+        error = failure(decision)
+        if decision.path == "triton" and error is None:
+            return False, decision.reason
+        self._decided.pending = call, decision, error
+        return True, None
+
+    def run(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """Run the call that `accepts` has just accepted in this thread."""
+        call, decision, error = self._decided.__dict__.pop("pending")
+        if error is not None:
+            raise error
+        return self._run(call, decision, kwargs)
+
+    def call_or(self, fallback: Callable[[str], tuple], args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """Decide and run in one step; `fallback(reason)` runs the calls that are not ours."""
+        call, decision = self.decide(args, kwargs)
+        error = failure(decision)
+        if error is not None:
+            raise error
+        if decision.path == "triton":
+            return fallback(decision.reason)
+        return self._run(call, decision, kwargs)
+
+    def _run(self, call: Call, decision: Decision, kwargs: dict[str, Any]) -> tuple:
+        if self.signature.renamed_state_layout and "transpose_state_layout" in kwargs:
+            warnings.warn(
+                "`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning, stacklevel=4
+            )
+        return RUNNERS[decision.path](call)
+
+
+def failure(decision: Decision) -> Exception | None:
+    """The exception that a decision calls for: the call cannot be served by anybody, or `FLA_KDA_STRICT=1` forbids Triton."""
+    if decision.path != "triton":
+        return None
+    if decision.error is not None:
+        return decision.error(decision.reason)
+    if not decision.refused and switches.is_strict():
+        return StrictModeError(f"FLA_KDA_STRICT=1: this chunk_kda call would run on Triton: {decision.reason}")
+    return None

@@ -1,0 +1,41 @@
+"""Which environment variables steer the package, and what do they say right now? Read at every call, so that they work at
+any time; imports nothing heavy, since `import torch` runs it."""
+
+import os
+
+VARIABLES = (
+    "FLA_KDA_BACKEND",
+    "FLA_KDA_LOG",
+    "FLA_KDA_STRICT",
+    "FLA_DISABLE_BACKEND_DISPATCH",
+    "FLA_KDA_CUDA_ARCHS",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+)
+
+
+def read(name: str) -> str:
+    """The value of an environment variable, "" when it is not set.
+
+    `os.environ.get` raises and catches a KeyError for a name that is not set, a microsecond for each variable of each call;
+    the mapping behind it is asked directly where there is one.
+    """
+    try:
+        value = os.environ._data.get(os.environ.encodekey(name))
+    except AttributeError:
+        return os.environ.get(name, "")
+    return "" if value is None else os.environ.decodevalue(value)
+
+
+def backend_is_off() -> bool:
+    """`FLA_KDA_BACKEND=0`: the kill switch."""
+    return read("FLA_KDA_BACKEND") == "0"
+
+
+def fla_dispatch_is_off() -> bool:
+    """`FLA_DISABLE_BACKEND_DISPATCH=1`: FLA's own switch, which bypasses every backend."""
+    return read("FLA_DISABLE_BACKEND_DISPATCH") == "1"
+
+
+def is_strict() -> bool:
+    """`FLA_KDA_STRICT=1`: a call that would fall back to Triton raises."""
+    return read("FLA_KDA_STRICT") not in ("", "0")
