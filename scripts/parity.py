@@ -150,9 +150,10 @@ def compare_accuracy(fla: Fla | None) -> list[dict]:
 
 
 def compare_all(deadline: float, quick: bool = False, fla_scope: str = "some") -> tuple[list[dict], list[dict]]:
-    """(rows of every case, rows of the accuracy table). `deadline`, of time.monotonic, bounds the comparisons with
-    FLA.""" chosen = list(cases.quick_cases() if quick else cases.all_cases()) rows, began = [], time.monotonic() for
-    index, case in enumerate(chosen, 1):
+    """(rows of every case, rows of the accuracy table). `deadline`, of time.monotonic, bounds what FLA may start."""
+    chosen = list(cases.quick_cases() if quick else cases.all_cases())
+    rows, began = [], time.monotonic()
+    for index, case in enumerate(chosen, 1):
         rows.append(compare_case(case, HEADS, TOKENS, None))
         if index % 100 == 0 or index == len(chosen):
             print(f"{index} of {len(chosen)} cases, {time.monotonic() - began:.0f} s", flush=True)

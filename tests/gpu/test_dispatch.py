@@ -6,9 +6,10 @@ import torch
 import fla_kda_backend
 from tests.gpu import DEVICE
 from tests.kdakit import cases, compare
-from tests.kdakit.run import environment, run_exactly, run_on_fla, run_on_kernels, same_bits
+from tests.kdakit.run import PORTABLE, environment, run_exactly, run_on_fla, run_on_kernels, same_bits
 
 fla_kda = pytest.importorskip("fla.ops.kda", reason="flash-linear-attention is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore:.*transpose_state_layout:DeprecationWarning")
 
 
 def arguments_of(name: str = "1-kimi-linear", layout: str = "dense-tail", **sizes) -> dict:
@@ -37,14 +38,14 @@ def triton_calls(monkeypatch):
 def test_fla_function_itself_is_served_by_the_kernels(form, triton_calls):
     arguments = arguments_of(form.name, "varlen" if form.packed_only else "dense-tail")
     expected = run_on_kernels(arguments)
-    served = fla_kda_backend.dispatch_counts()["portable"]
+    served = fla_kda_backend.dispatch_counts()[PORTABLE]
 
     with torch.no_grad():
         o, state = fla_kda.chunk_kda(**arguments)
 
     assert not triton_calls
-    assert fla_kda_backend.dispatch_counts()["portable"] == served + 1
-    assert fla_kda_backend.last_dispatch().path == "portable"
+    assert fla_kda_backend.dispatch_counts()[PORTABLE] == served + 1
+    assert fla_kda_backend.last_dispatch().path == PORTABLE
     assert same_bits(o, expected[0]) and same_bits(state, expected[1])
 
 
