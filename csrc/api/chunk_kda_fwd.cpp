@@ -85,6 +85,8 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
     STD_TORCH_CHECK(params.g_dtype == Dtype::kFloat32 || params.g_dtype == Dtype::kBFloat16,
                     "chunk_kda_fwd: g must be float32 or bfloat16");
     params.beta_dtype = dtype_of(beta, "beta");
+    STD_TORCH_CHECK(params.beta_dtype == Dtype::kFloat32 || params.beta_dtype == Dtype::kBFloat16,
+                    "chunk_kda_fwd: beta must be float32 or bfloat16");
     if (use_gate && A_log) {
         params.A_log = address(*A_log, "A_log", HV, device, 1);
         params.A_log_dtype = dtype_of(*A_log, "A_log");

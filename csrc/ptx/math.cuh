@@ -28,6 +28,13 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return y;
 }
 
+// The larger of two floats, NaN if either is.
+__device__ __forceinline__ float max_nan(float x, float y) {
+    float z;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+
 // Two floats as bf16x2, `low` in the low half, rounded to nearest even.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t packed;

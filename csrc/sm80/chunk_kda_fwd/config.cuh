@@ -27,12 +27,10 @@ constexpr int kBarrierEmpty = 6;           // + stage
 constexpr int kStageThreads = kConsumerThreads + kGroupThreads;
 
 // The fast products use 2^(G+A) and 2^(-G-A) with a constant anchor A, so that both stay near the middle of the exponent
-// range, and every later correction by 2^-A is exact. Entries with G outside [kSteepBelow, kSteepAbove] go pairwise.
+// range, and every later correction by 2^-A is exact. Entries with |G+A| > A, that is G < -2A, go pairwise.
 constexpr float kAnchor = 80.0f;
 constexpr float kAnchorScale = 1.2089258196146292e24f;     // 2^80
 constexpr float kAnchorInverse = 8.2718061255302767e-25f;  // 2^-80
-constexpr float kSteepBelow = -160.0f;
-constexpr float kSteepAbove = 40.0f;
 // A token that forgets more than this forgets everything in fp32; keeps sums finite for gates of -inf.
 constexpr float kForgetAll = -160.0f;
 
@@ -52,8 +50,8 @@ __device__ __forceinline__ int square_offset(int row, int column) {
     return row * 32 + ((((column >> 3) ^ ((row >> 2) & 1)) << 4) | ((column & 7) << 1));
 }
 
-// fp32 G of one chunk, for the pairwise path: conflict-free along a row and along a column.
-__device__ __forceinline__ int decay_index(int row, int column) { return row * kHeadDim + (column ^ (2 * row)); }
+// fp32 G of one chunk, for the pairwise path: four neighbours stay together, conflict-free along rows and along columns.
+__device__ __forceinline__ int decay_index(int row, int column) { return row * kHeadDim + (column ^ (4 * (row & 7))); }
 
 // What the consumers need of one chunk.
 struct alignas(256) Stage {
@@ -63,7 +61,7 @@ struct alignas(256) Stage {
     uint8_t v[kTileBytes];
     uint8_t p_high[kSquareBytes];     // P 2^A as two bf16 terms
     uint8_t p_low[kSquareBytes];
-    uint8_t inverse[kSquareBytes];    // (I + L)^-1 diag(beta)
+    uint8_t inverse[kSquareBytes];    // (I + L)^-1
     float gamma[kHeadDim];            // 2^G_last
 };
 
@@ -73,16 +71,16 @@ struct alignas(256) Workspace {
     uint8_t k[kTileBytes];
     float g[kChunk * kHeadDim];       // raw g (in its own dtype); in a chunk with steep entries, G afterwards
     uint8_t k_inverse[kTileBytes];    // k 2^(-G-A)
-    float lower[kChunk][kChunk];      // L
+    float lower[kChunk][kChunk];      // L, by columns
     float half_sum[2][kHeadDim];      // sums of g over each half of the chunk
     float2 norm[kChunk];              // factors that normalise (and scale) q, and k
-    float beta[kChunk];
-    uint32_t steep[2][2][2];          // channels with steep entries: [half of the chunk][half of K][odd channel], a bit a lane
+    uint32_t steep[2][2];             // pairs of channels with steep entries: [half of the chunk][half of K], a bit a pair
 };
 
 struct SharedMemory {
     Stage stage[kStages];
     Workspace workspace[kGroups];
+    float beta[kStages][kChunk];      // belongs to the stage; outside it, where it costs no padding
 };
 static_assert(sizeof(SharedMemory) <= 99 * 1024, "must fit one block of the smallest GPUs served (sm_86, sm_89, sm_120)");
 

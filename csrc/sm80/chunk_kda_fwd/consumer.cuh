@@ -1,10 +1,10 @@
 // Consumer warp: the recurrence over chunks for 16 columns of V, with the state in registers.
 //
-//     U = inverse (V - Kd S)      O = Qd S + P U      S <- diag(gamma) S + Kr^T U
+//     U = inverse beta (V - Kd S)      O = Qd S + P U      S <- diag(gamma) S + Kr^T U
 //
 // S^T (16 x 128) is kept as sixteen C tiles. Rounded to bf16 they are the A operand of (Kd S)^T = S^T Kd^T and the B operand of
 // Qd S, and U^T is the A operand of the update and the B operand of P U: nothing is exchanged between lanes or warps.
-// V - Kd S and P enter their products as two bf16 terms each.
+// beta (V - Kd S), U and P enter their products as two bf16 terms each, the wide operands as one.
 #pragma once
 
 #include "ptx/barrier.cuh"
@@ -17,14 +17,14 @@ namespace kda::sm80 {
 class Consumer {
    public:
     __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem)
-        : params_(params), work_(work), stages_(smem.stage), lane_(threadIdx.x % 32), first_value_(16 * (threadIdx.x / 32)) {}
+        : params_(params), work_(work), smem_(smem), lane_(threadIdx.x % 32), first_value_(16 * (threadIdx.x / 32)) {}
 
     __device__ __forceinline__ void run() {
         load_state();
         int stage = 0;
         for (int chunk = 0; chunk < work_.chunks; ++chunk) {
             ptx::barrier_sync(kBarrierFull + stage, kStageThreads);
-            advance(chunk, stages_[stage]);
+            advance(chunk, smem_.stage[stage], smem_.beta[stage]);
             if (chunk + kStages < work_.chunks) ptx::barrier_arrive(kBarrierEmpty + stage, kStageThreads);
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }
@@ -72,7 +72,7 @@ class Consumer {
         }
     }
 
-    __device__ __forceinline__ void advance(int chunk, const Stage& stage) {
+    __device__ __forceinline__ void advance(int chunk, const Stage& stage, const float* beta_of) {
         // Addresses of a lane in B tiles (two of 8 rows, k 0..7 and 8..15) and in A tiles or transposed B tiles.
         const int b_row = lane_ % 8 + 8 * (lane_ / 16), b_column = 8 * (lane_ / 8 % 2);
         const int a_row = lane_ % 16, a_column = 8 * (lane_ / 16);
@@ -97,27 +97,29 @@ class Consumer {
             ptx::mma_m16n8k16(out[1], qd, s[1], s[3]);
         }
 
-        // V^T - (Kd S)^T, in the layout of `removed`, as two bf16 terms of an A operand.
+        // (beta (V - Kd S))^T, in the layout of `removed`, as an A operand.
         uint32_t v[4], high[4], low[4];
         ptx::ldmatrix_x4_trans(v, ptx::shared_address(stage.v) + tile_offset(b_row, first_value_ + b_column));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float x = ptx::bf16_low(v[i]) - kAnchorInverse * removed[i / 2][2 * (i % 2)];
-            const float y = ptx::bf16_high(v[i]) - kAnchorInverse * removed[i / 2][2 * (i % 2) + 1];
-            high[i] = ptx::pack_bf16(x, y);
-            low[i] = ptx::pack_bf16(x - ptx::bf16_low(high[i]), y - ptx::bf16_high(high[i]));
+        for (int n = 0; n < 2; ++n) {
+            const float2 beta = *reinterpret_cast<const float2*>(beta_of + key_of(n, 0));
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                removed[n][2 * r] = beta.x * (ptx::bf16_low(v[2 * n + r]) - kAnchorInverse * removed[n][2 * r]);
+                removed[n][2 * r + 1] = beta.y * (ptx::bf16_high(v[2 * n + r]) - kAnchorInverse * removed[n][2 * r + 1]);
+            }
         }
+        split_operand(high, low, removed);
 
         // U^T
-        uint32_t inverse[4], u[4];
+        uint32_t inverse[4];
         ptx::ldmatrix_x4(inverse, ptx::shared_address(stage.inverse) + square_offset(b_row, b_column));
-        float update[2][4] = {};
-        ptx::mma_m16n8k16(update[0], high, inverse[0], inverse[1]);
-        ptx::mma_m16n8k16(update[1], high, inverse[2], inverse[3]);
-        ptx::mma_m16n8k16(update[0], low, inverse[0], inverse[1]);
-        ptx::mma_m16n8k16(update[1], low, inverse[2], inverse[3]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) u[i] = ptx::pack_bf16(update[i / 2][2 * (i % 2)], update[i / 2][2 * (i % 2) + 1]);
+        float u[2][4] = {};
+        ptx::mma_m16n8k16(u[0], high, inverse[0], inverse[1]);
+        ptx::mma_m16n8k16(u[1], high, inverse[2], inverse[3]);
+        ptx::mma_m16n8k16(u[0], low, inverse[0], inverse[1]);
+        ptx::mma_m16n8k16(u[1], low, inverse[2], inverse[3]);
+        split_operand(high, low, u);
 
         // S
 #pragma unroll
@@ -129,7 +131,8 @@ class Consumer {
                 const float2 gamma = *reinterpret_cast<const float2*>(&stage.gamma[key_of(n + i, 0)]);
                 float(&tile)[4] = state_[n + i];
                 tile[0] *= gamma.x, tile[1] *= gamma.y, tile[2] *= gamma.x, tile[3] *= gamma.y;
-                ptx::mma_m16n8k16(tile, u, kr[2 * i], kr[2 * i + 1]);
+                ptx::mma_m16n8k16(tile, high, kr[2 * i], kr[2 * i + 1]);
+                ptx::mma_m16n8k16(tile, low, kr[2 * i], kr[2 * i + 1]);
             }
         }
 
@@ -137,12 +140,25 @@ class Consumer {
         uint32_t p[4];
         const int p_offset = square_offset(a_row, a_column);
         ptx::ldmatrix_x4(p, ptx::shared_address(stage.p_high) + p_offset);
-        ptx::mma_m16n8k16(out[0], p, u[0], u[2]);
-        ptx::mma_m16n8k16(out[1], p, u[1], u[3]);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            ptx::mma_m16n8k16(out[n], p, high[n], high[n + 2]);
+            ptx::mma_m16n8k16(out[n], p, low[n], low[n + 2]);
+        }
         ptx::ldmatrix_x4(p, ptx::shared_address(stage.p_low) + p_offset);
-        ptx::mma_m16n8k16(out[0], p, u[0], u[2]);
-        ptx::mma_m16n8k16(out[1], p, u[1], u[3]);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) ptx::mma_m16n8k16(out[n], p, high[n], high[n + 2]);
         store_output(chunk, out);
+    }
+
+    // Two C tiles side by side as an A operand of two bf16 terms.
+    static __device__ __forceinline__ void split_operand(uint32_t (&high)[4], uint32_t (&low)[4], const float (&c)[2][4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float x = c[i / 2][2 * (i % 2)], y = c[i / 2][2 * (i % 2) + 1];
+            high[i] = ptx::pack_bf16(x, y);
+            low[i] = ptx::pack_bf16(x - ptx::bf16_low(high[i]), y - ptx::bf16_high(high[i]));
+        }
     }
 
     __device__ __forceinline__ void store_output(int chunk, const float (&out)[2][4]) {
@@ -162,7 +178,7 @@ class Consumer {
 
     const ChunkKdaFwdParams& params_;
     const Work& work_;
-    const Stage* stages_;
+    const SharedMemory& smem_;
     const int lane_, first_value_;
     float state_[16][4];
 };

@@ -34,37 +34,40 @@ __device__ __forceinline__ float softplus_base2(float y) {
     return fmaxf(y, 0.0f) + tail;
 }
 
-// The gate of one (head, channel): parameters read once, then g -> log2 of the decay.
+// The gate of one (head, channel): parameters read once, then g -> log2 of the decay, which is
+//     given      g log2(e)
+//     softplus   -exp(A) log2(1 + 2^y)                 y = log2(e) (g + bias)
+//     bounded    bound log2(e) / (1 + 2^y)             y = -log2(e) exp(A) (g + bias)
 struct Gate {
-    float factor;  // of the activation's result, log2(e) included
-    float slope;   // of the activation's argument
-    float bias;
+    float factor;
+    float slope;   // y = slope g + shift
+    float shift;
 
     __device__ __forceinline__ Gate(const ChunkKdaFwdParams& params, int v_head, int channel) {
-        bias = params.dt_bias && params.gate_mode != GateMode::kGiven
-                   ? load_as_float(params.dt_bias, params.dt_bias_dtype, int64_t(v_head) * kHeadDim + channel)
-                   : 0.0f;
-        const bool has_A = params.A_log && params.gate_mode != GateMode::kGiven;
-        const float A = has_A ? expf(load_as_float(params.A_log, params.A_log_dtype, v_head)) : 1.0f;
-        slope = params.gate_mode == GateMode::kBounded ? A : kLog2E;
-        factor = params.gate_mode == GateMode::kBounded ? params.lower_bound * kLog2E
-                 : params.gate_mode == GateMode::kSoftplus ? -A
-                                                           : kLog2E;
+        const bool given = params.gate_mode == GateMode::kGiven, bounded = params.gate_mode == GateMode::kBounded;
+        const float A = params.A_log && !given ? expf(load_as_float(params.A_log, params.A_log_dtype, v_head)) : 1.0f;
+        const float bias = params.dt_bias && !given
+                               ? load_as_float(params.dt_bias, params.dt_bias_dtype, int64_t(v_head) * kHeadDim + channel)
+                               : 0.0f;
+        factor = given ? kLog2E : bounded ? params.lower_bound * kLog2E : -A;
+        slope = bounded ? -kLog2E * A : kLog2E;
+        shift = slope * bias;
     }
 
     template <GateMode kMode>
     __device__ __forceinline__ float log2_decay(float g) const {
         float decay;
         if constexpr (kMode == GateMode::kGiven) decay = g * factor;
-        if constexpr (kMode == GateMode::kSoftplus) decay = factor * softplus_base2(slope * (g + bias));
-        if constexpr (kMode == GateMode::kBounded) decay = factor * sigmoid(slope * (g + bias));
-        return decay < kForgetAll ? kForgetAll : decay;  // not fmaxf, which would drop a NaN
+        if constexpr (kMode == GateMode::kSoftplus) decay = factor * softplus_base2(slope * g + shift);
+        if constexpr (kMode == GateMode::kBounded) {
+            decay = factor * ptx::rcp_approx(1.0f + ptx::exp2_approx(slope * g + shift));
+        }
+        return ptx::max_nan(decay, kForgetAll);
     }
 };
 
-__device__ __forceinline__ float load_beta(const ChunkKdaFwdParams& params, int64_t index) {
-    const float beta = load_as_float(params.beta, params.beta_dtype, index);
-    switch (params.beta_mode) {
+__device__ __forceinline__ float activate_beta(float beta, BetaMode mode) {
+    switch (mode) {
         case BetaMode::kGiven: return beta;
         case BetaMode::kSigmoid: return sigmoid(beta);
         default: return 2.0f * sigmoid(beta);

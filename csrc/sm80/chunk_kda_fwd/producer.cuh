@@ -2,7 +2,7 @@
 //
 //     G_i = sum of log2 gates up to i            L_ij = beta_i sum_d k_i k_j 2^(G_i - G_j)      j < i
 //     Kd = k 2^G   Qd = scale q 2^G              P_ij = scale sum_d q_i k_j 2^(G_i - G_j)       j <= i
-//     Kr = k 2^(G_last - G)   gamma = 2^G_last   inverse = (I + L)^-1 diag(beta)
+//     Kr = k 2^(G_last - G)   gamma = 2^G_last   inverse = (I + L)^-1
 //
 // L and P are tensor-core products of (k or q) 2^(G+A) with k 2^(-G-A). Where G is too steep for that, the entry is left out
 // of the product and its pairs are summed one by one in fp32, where 2^(G_i - G_j) <= 1 cannot overflow. The choice is made
@@ -17,13 +17,14 @@
 
 namespace kda::sm80 {
 
-__device__ __forceinline__ bool is_steep(float G) { return !(G >= kSteepBelow && G <= kSteepAbove); }
+// Inside the chunk's work every G is kept as G + A, the exponent that is needed most.
+__device__ __forceinline__ bool is_steep(float anchored_G) { return !(fabsf(anchored_G) <= kAnchor); }  // true for NaN
 
 template <typename GateT>
 class Producer {
    public:
     __device__ __forceinline__ Producer(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem, int group)
-        : params_(params), work_(work), stages_(smem.stage), own_(smem.workspace[group]), group_(group),
+        : params_(params), work_(work), smem_(smem), own_(smem.workspace[group]), group_(group),
           thread_(threadIdx.x % kGroupThreads), warp_(thread_ / 32), lane_(thread_ % 32), half_(warp_ / 2),
           channel_(64 * (warp_ % 2) + 2 * lane_),
           gate_{Gate(params, work.v_head, channel_), Gate(params, work.v_head, channel_ + 1)} {}
@@ -34,10 +35,10 @@ class Producer {
         int stage = group_;
         for (int chunk = group_; chunk < work_.chunks; chunk += kGroups) {
             if (chunk >= kStages) ptx::barrier_sync(kBarrierEmpty + stage, kStageThreads);
-            load_values(chunk, stages_[stage]);
+            load_values(chunk, smem_.stage[stage]);
             ptx::cp_async_commit();
             ptx::cp_async_wait<1>();  // this chunk's q, k, g; the values may still be under way
-            build(chunk, stages_[stage]);
+            build(chunk, smem_.stage[stage], smem_.beta[stage]);
             ptx::cp_async_wait<1>();  // the values; the next chunk's q, k, g may still be under way
             ptx::barrier_arrive(kBarrierFull + stage, kStageThreads);
             stage = (stage + kGroups) % kStages;
@@ -73,11 +74,11 @@ class Producer {
         load_rows<__nv_bfloat16, true>(own_.q, params_.q, chunk, params_.num_qk_heads, work_.qk_head);
         load_rows<__nv_bfloat16, true>(own_.k, params_.k, chunk, params_.num_qk_heads, work_.qk_head);
         load_rows<GateT, false>(own_.g, params_.g, chunk, params_.num_v_heads, work_.v_head);
-        if (thread_ < kChunk) {
-            next_beta_ = thread_ < rows_of(chunk)
-                             ? load_beta(params_, (work_.first_token + chunk * kChunk + thread_) * params_.num_v_heads +
-                                                      work_.v_head)
-                             : 0.0f;
+        if (thread_ < rows_of(chunk)) {
+            // Only the bits for now: whatever computes with them would wait for them here.
+            const int64_t index = (work_.first_token + chunk * kChunk + thread_) * params_.num_v_heads + work_.v_head;
+            next_beta_ = params_.beta_dtype == Dtype::kFloat32 ? static_cast<const uint32_t*>(params_.beta)[index]
+                                                               : static_cast<const uint16_t*>(params_.beta)[index];
         }
     }
 
@@ -85,26 +86,42 @@ class Producer {
         load_rows<__nv_bfloat16, true>(stage.v, params_.v, chunk, params_.num_v_heads, work_.v_head);
     }
 
-    __device__ __forceinline__ void build(int chunk, Stage& stage) {
+    __device__ __forceinline__ void build(int chunk, Stage& stage, float* beta) {
         sync();  // raw inputs are there
-        if (thread_ < kChunk) own_.beta[thread_] = next_beta_;
+        const int rows = rows_of(chunk);
+        if (thread_ < kChunk) {
+            const float raw = __uint_as_float(params_.beta_dtype == Dtype::kFloat32 ? next_beta_ : next_beta_ << 16);
+            beta[thread_] = thread_ < rows ? activate_beta(raw, params_.beta_mode) : 0.0f;
+        }
         find_norms();
         float G[8][2];
         switch (params_.gate_mode) {
-            case GateMode::kGiven: sum_gates<GateMode::kGiven>(G, rows_of(chunk)); break;
-            case GateMode::kSoftplus: sum_gates<GateMode::kSoftplus>(G, rows_of(chunk)); break;
-            default: sum_gates<GateMode::kBounded>(G, rows_of(chunk));
+            case GateMode::kGiven: sum_gates<GateMode::kGiven>(G, rows); break;
+            case GateMode::kSoftplus: sum_gates<GateMode::kSoftplus>(G, rows); break;
+            default: sum_gates<GateMode::kBounded>(G, rows);
         }
         sync();  // norms, half sums
-        const bool steep = scale_by_decay(G, stage);
-        const bool any_steep = ptx::barrier_sync_or(kBarrierGroup + group_, kGroupThreads, steep);
-        if (any_steep) {
-            publish_steep(G);
-            sync();
+        const bool steep = complete_sums(G);
+        float2 last;
+        last.x = own_.half_sum[0][channel_] + own_.half_sum[1][channel_];
+        last.y = own_.half_sum[0][channel_ + 1] + own_.half_sum[1][channel_ + 1];
+        if (half_ == 0) {
+            *reinterpret_cast<float2*>(&stage.gamma[channel_]) =
+                make_float2(ptx::exp2_approx(last.x), ptx::exp2_approx(last.y));
         }
-        multiply_pairs(stage, any_steep);
-        sync();  // L is there; q, k, g are free
-        if (chunk + kGroups < work_.chunks) load_inputs(chunk + kGroups);
+        if (__any_sync(~0u, steep)) scale_by_decay<true>(G, last, stage);
+        else scale_by_decay<false>(G, last, stage);
+        const bool any_steep = ptx::barrier_sync_or(kBarrierGroup + group_, kGroupThreads, steep);
+        const bool has_next = chunk + kGroups < work_.chunks;
+        if (any_steep) {  // q, k, g are still needed, and g's place
+            publish_steep(G, steep);
+            sync();
+        } else if (has_next) {
+            load_inputs(chunk + kGroups);
+        }
+        multiply_pairs(stage, beta, any_steep);
+        sync();  // L is there
+        if (any_steep && has_next) load_inputs(chunk + kGroups);
         ptx::cp_async_commit();
         if (warp_ == 0) invert(stage);
     }
@@ -144,81 +161,87 @@ class Producer {
     template <GateMode kMode>
     __device__ __forceinline__ void sum_gates(float (&G)[8][2], int rows) {
         const GateT* raw = reinterpret_cast<const GateT*>(own_.g);
-        float sum0 = 0.0f, sum1 = 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int row = 8 * half_ + i;
-            float g0, g1;
+            const GateT* source = raw + (8 * half_ + i) * kHeadDim + channel_;
+            float2 pair;
             if constexpr (sizeof(GateT) == 4) {
-                const float2 pair = *reinterpret_cast<const float2*>(raw + row * kHeadDim + channel_);
-                g0 = pair.x, g1 = pair.y;
+                pair = *reinterpret_cast<const float2*>(source);
             } else {
-                const uint32_t pair = *reinterpret_cast<const uint32_t*>(raw + row * kHeadDim + channel_);
-                g0 = ptx::bf16_low(pair), g1 = ptx::bf16_high(pair);
+                const uint32_t packed = *reinterpret_cast<const uint32_t*>(source);
+                pair = make_float2(ptx::bf16_low(packed), ptx::bf16_high(packed));
             }
-            const bool inside = row < rows;
-            sum0 += inside ? gate_[0].template log2_decay<kMode>(g0) : 0.0f;
-            sum1 += inside ? gate_[1].template log2_decay<kMode>(g1) : 0.0f;
-            G[i][0] = sum0;
-            G[i][1] = sum1;
+            G[i][0] = gate_[0].template log2_decay<kMode>(pair.x);
+            G[i][1] = gate_[1].template log2_decay<kMode>(pair.y);
         }
-        *reinterpret_cast<float2*>(&own_.half_sum[half_][channel_]) = make_float2(sum0, sum1);
+        if (rows < kChunk) {  // once, at a sequence's end: tokens that do not exist forget nothing
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                if (8 * half_ + i >= rows) G[i][0] = G[i][1] = 0.0f;
+            }
+        }
+#pragma unroll
+        for (int i = 1; i < 8; ++i) {
+            G[i][0] += G[i - 1][0];
+            G[i][1] += G[i - 1][1];
+        }
+        *reinterpret_cast<float2*>(&own_.half_sum[half_][channel_]) = make_float2(G[7][0], G[7][1]);
     }
 
-    // Completes G, writes the decayed operands; returns whether the thread met a steep entry.
-    __device__ __forceinline__ bool scale_by_decay(float (&G)[8][2], Stage& stage) {
+    // Makes them G + A, with G from the first token of the chunk; returns whether the thread has a steep entry.
+    __device__ __forceinline__ bool complete_sums(float (&G)[8][2]) const {
         const float2 first = *reinterpret_cast<const float2*>(&own_.half_sum[0][channel_]);
-        const float2 second = *reinterpret_cast<const float2*>(&own_.half_sum[1][channel_]);
-        const float last0 = first.x + second.x, last1 = first.y + second.y;
-        const float base0 = half_ ? first.x : 0.0f, base1 = half_ ? first.y : 0.0f;
-        if (half_ == 0) {
-            *reinterpret_cast<float2*>(&stage.gamma[channel_]) =
-                make_float2(ptx::exp2_approx(last0), ptx::exp2_approx(last1));
-        }
+        const float base0 = kAnchor + (half_ ? first.x : 0.0f), base1 = kAnchor + (half_ ? first.y : 0.0f);
         bool steep = false;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
+            G[i][0] += base0;
+            G[i][1] += base1;
+            steep = steep | is_steep(G[i][0]) | is_steep(G[i][1]);
+        }
+        return steep;
+    }
+
+    // Writes the decayed operands.
+    template <bool kMayBeSteep>
+    __device__ __forceinline__ void scale_by_decay(const float (&G)[8][2], float2 last, Stage& stage) {
+        const float from_inverse0 = ptx::exp2_approx(last.x + kAnchor), from_inverse1 = ptx::exp2_approx(last.y + kAnchor);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
             const int row = 8 * half_ + i;
-            const float G0 = G[i][0] += base0, G1 = G[i][1] += base1;
-            const bool steep0 = is_steep(G0), steep1 = is_steep(G1);
-            steep = steep || steep0 || steep1;
             const int offset = 256 * row + (tile_offset(0, channel_) ^ (16 * i));  // tile_offset(row, channel_), as row % 8 = i
             const uint32_t q = *reinterpret_cast<const uint32_t*>(own_.q + offset);
             const uint32_t k = *reinterpret_cast<const uint32_t*>(own_.k + offset);
             const float2 norm = own_.norm[row];
             const float q0 = ptx::bf16_low(q) * norm.x, q1 = ptx::bf16_high(q) * norm.x;
             const float k0 = ptx::bf16_low(k) * norm.y, k1 = ptx::bf16_high(k) * norm.y;
-            const float decay0 = steep0 ? 0.0f : ptx::exp2_approx(G0 + kAnchor);
-            const float decay1 = steep1 ? 0.0f : ptx::exp2_approx(G1 + kAnchor);
-            const float growth0 = steep0 ? 0.0f : ptx::exp2_approx(-G0 - kAnchor);
-            const float growth1 = steep1 ? 0.0f : ptx::exp2_approx(-G1 - kAnchor);
-            const float rest0 = ptx::exp2_approx(last0 - G0), rest1 = ptx::exp2_approx(last1 - G1);
+            float decay0 = ptx::exp2_approx(G[i][0]), decay1 = ptx::exp2_approx(G[i][1]);
+            float inverse0 = ptx::exp2_approx(-G[i][0]), inverse1 = ptx::exp2_approx(-G[i][1]);
+            float rest0 = inverse0 * from_inverse0, rest1 = inverse1 * from_inverse1;  // 2^(G_last - G)
+            if constexpr (kMayBeSteep) {
+                rest0 = ptx::exp2_approx(last.x + kAnchor - G[i][0]), rest1 = ptx::exp2_approx(last.y + kAnchor - G[i][1]);
+                if (is_steep(G[i][0])) decay0 = inverse0 = 0.0f;
+                if (is_steep(G[i][1])) decay1 = inverse1 = 0.0f;
+            }
             *reinterpret_cast<uint32_t*>(stage.k_decayed + offset) = ptx::pack_bf16(k0 * decay0, k1 * decay1);
             *reinterpret_cast<uint32_t*>(stage.q_decayed + offset) = ptx::pack_bf16(q0 * decay0, q1 * decay1);
             *reinterpret_cast<uint32_t*>(stage.k_restored + offset) = ptx::pack_bf16(k0 * rest0, k1 * rest1);
-            *reinterpret_cast<uint32_t*>(own_.k_inverse + offset) = ptx::pack_bf16(k0 * growth0, k1 * growth1);
+            *reinterpret_cast<uint32_t*>(own_.k_inverse + offset) = ptx::pack_bf16(k0 * inverse0, k1 * inverse1);
         }
-        return steep;
     }
 
     // Hands G and the set of steep channels to the whole group.
-    __device__ __forceinline__ void publish_steep(const float (&G)[8][2]) {
-        bool steep0 = false, steep1 = false;
+    __device__ __forceinline__ void publish_steep(const float (&G)[8][2], bool steep) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            steep0 = steep0 || is_steep(G[i][0]);
-            steep1 = steep1 || is_steep(G[i][1]);
             *reinterpret_cast<float2*>(&own_.g[decay_index(8 * half_ + i, channel_)]) = make_float2(G[i][0], G[i][1]);
         }
-        const uint32_t even = __ballot_sync(~0u, steep0), odd = __ballot_sync(~0u, steep1);
-        if (lane_ == 0) {
-            own_.steep[half_][warp_ % 2][0] = even;
-            own_.steep[half_][warp_ % 2][1] = odd;
-        }
+        const uint32_t pairs = __ballot_sync(~0u, steep);
+        if (lane_ == 0) own_.steep[half_][warp_ % 2] = pairs;
     }
 
     // Warps 0, 1: L; warps 2, 3: P; each eight columns j.
-    __device__ __forceinline__ void multiply_pairs(Stage& stage, bool any_steep) {
+    __device__ __forceinline__ void multiply_pairs(Stage& stage, const float* beta, bool any_steep) {
         const bool is_P = warp_ >= 2;
         const int first_column = 8 * (warp_ % 2);
         const uint32_t left = ptx::shared_address(is_P ? stage.q_decayed : stage.k_decayed) +
@@ -249,83 +272,91 @@ class Producer {
                 *reinterpret_cast<uint32_t*>(stage.p_low + square_offset(row, column)) =
                     ptx::pack_bf16(p0 - ptx::bf16_low(high), p1 - ptx::bf16_high(high));
             } else {
-                const float beta = own_.beta[row];
-                *reinterpret_cast<float2*>(&own_.lower[row][column]) =
-                    make_float2(column < row ? beta * sum[2 * r] : 0.0f, column + 1 < row ? beta * sum[2 * r + 1] : 0.0f);
+                own_.lower[column][row] = column < row ? beta[row] * sum[2 * r] : 0.0f;
+                own_.lower[column + 1][row] = column + 1 < row ? beta[row] * sum[2 * r + 1] : 0.0f;
             }
         }
     }
 
-    // Adds x_i k_j 2^(G_i - G_j) for every pair that the products left out because either entry was steep.
-    __device__ __forceinline__ void add_steep_pairs(float (&sum)[4], bool is_P, int first_column) {
+    // Adds x_i k_j 2^(G_i - G_j) for every pair that the products left out because either entry was steep. Sums with j > i are
+    // meaningless, as they are in the products.
+    __device__ __forceinline__ void add_steep_pairs(float (&sum)[4], bool is_P, int first_column) const {
         const uint8_t* x_tile = is_P ? own_.q : own_.k;
-        const int column = first_column + 2 * (lane_ % 4);
-        for (int set = 0; set < 4; ++set) {
-            uint32_t bits = own_.steep[0][set / 2][set % 2] | own_.steep[1][set / 2][set % 2];
-            for (; bits; bits &= bits - 1) {
-                const int channel = 64 * (set / 2) + 2 * (__ffs(bits) - 1) + set % 2;
-                float G_j[2], k_j[2];
+        const int row = lane_ / 4, column = first_column + 2 * (lane_ % 4);
+        float raw[4] = {};  // before q and k are normalised
 #pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                    G_j[c] = own_.g[decay_index(column + c, channel)];
-                    k_j[c] = load_bf16(own_.k, column + c, channel) * own_.norm[column + c].y;
+        for (int side = 0; side < 2; ++side) {
+            const uint32_t pairs = own_.steep[0][side] | own_.steep[1][side];
+            // Four channels at a time, so that loads and exponentials overlap.
+            for (uint32_t fours = (pairs | pairs >> 1) & 0x55555555u; fours; fours &= fours - 1) {
+                const int channel = 64 * side + 2 * (__ffs(fours) - 1);
+                float G_i[2][4], G_j[2][4], x_i[2][4], k_j[2][4];
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    load_four(G_i[n], x_i[n], x_tile, row + 8 * n, channel);
+                    load_four(G_j[n], k_j[n], own_.k, column + n, channel);
                 }
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int row = lane_ / 4 + 8 * r;
-                    const float G_i = own_.g[decay_index(row, channel)];
-                    const float x_i = load_bf16(x_tile, row, channel) * (is_P ? own_.norm[row].x : own_.norm[row].y);
+                for (int c = 0; c < 4; ++c) {
 #pragma unroll
-                    for (int c = 0; c < 2; ++c) {
-                        const bool wanted = column + c <= row && (is_steep(G_i) || is_steep(G_j[c]));
-                        const float pair = x_i * k_j[c] * ptx::exp2_approx(G_i - G_j[c]);
-                        sum[2 * r + c] += wanted ? pair : 0.0f;
+                    for (int e = 0; e < 4; ++e) {
+                        const float G_from = G_j[e % 2][c], G_to = G_i[e / 2][c];
+                        const float pair = x_i[e / 2][c] * k_j[e % 2][c] * ptx::exp2_approx(G_to - G_from);
+                        if (is_steep(G_to) | is_steep(G_from)) raw[e] += pair;
                     }
                 }
             }
         }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float2 norm_i = own_.norm[row + 8 * (e / 2)];
+            sum[e] += raw[e] * (is_P ? norm_i.x : norm_i.y) * own_.norm[column + e % 2].y;
+        }
     }
 
-    static __device__ __forceinline__ float load_bf16(const uint8_t* tile, int row, int column) {
-        return __bfloat162float(*reinterpret_cast<const __nv_bfloat16*>(tile + tile_offset(row, column)));
+    __device__ __forceinline__ void load_four(float (&G)[4], float (&x)[4], const uint8_t* tile, int row, int channel) const {
+        const float4 decay = *reinterpret_cast<const float4*>(&own_.g[decay_index(row, channel)]);
+        const uint2 packed = *reinterpret_cast<const uint2*>(tile + tile_offset(row, channel));
+        G[0] = decay.x, G[1] = decay.y, G[2] = decay.z, G[3] = decay.w;
+        x[0] = ptx::bf16_low(packed.x), x[1] = ptx::bf16_high(packed.x);
+        x[2] = ptx::bf16_low(packed.y), x[3] = ptx::bf16_high(packed.y);
     }
 
-    // (I + L)^-1 diag(beta) by forward substitution in fp32, a lane a column: powers of L, which overflow for keys that are
+    // (I + L)^-1 by forward substitution in fp32, a lane a column: powers of L, which overflow for keys that are
     // nearly collinear, never appear.
     __device__ __forceinline__ void invert(Stage& stage) {
         const int column = lane_ % 16;
         float x[kChunk];
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) {
-            float sum = i == column ? 1.0f : 0.0f;
+        for (int i = 0; i < kChunk; ++i) x[i] = i == column ? 1.0f : 0.0f;
 #pragma unroll
-            for (int j = 0; j < i; j += 4) {
-                const float4 row = *reinterpret_cast<const float4*>(&own_.lower[i][j]);
-                sum -= row.x * x[j];
-                if (j + 1 < i) sum -= row.y * x[j + 1];
-                if (j + 2 < i) sum -= row.z * x[j + 2];
-                if (j + 3 < i) sum -= row.w * x[j + 3];
+        for (int j = 0; j < kChunk - 1; ++j) {  // x[j] is final: take it out of all later rows
+#pragma unroll
+            for (int i = j / 4 * 4; i < kChunk; i += 4) {
+                const float4 below = *reinterpret_cast<const float4*>(&own_.lower[j][i]);
+                if (i > j) x[i] -= below.x * x[j];
+                if (i + 1 > j) x[i + 1] -= below.y * x[j];
+                if (i + 2 > j) x[i + 2] -= below.z * x[j];
+                if (i + 3 > j) x[i + 3] -= below.w * x[j];
             }
-            x[i] = sum;
         }
-        const float beta = own_.beta[column];
         if (lane_ < 16) {
 #pragma unroll
             for (int i = 0; i < kChunk; ++i) {
-                *reinterpret_cast<__nv_bfloat16*>(stage.inverse + square_offset(i, column)) = __float2bfloat16(x[i] * beta);
+                *reinterpret_cast<__nv_bfloat16*>(stage.inverse + square_offset(i, column)) = __float2bfloat16(x[i]);
             }
         }
     }
 
     const ChunkKdaFwdParams& params_;
     const Work& work_;
-    Stage* stages_;
+    SharedMemory& smem_;
     Workspace& own_;
     const int group_, thread_, warp_, lane_;
     const int half_;     // of the chunk's tokens
     const int channel_;  // first of the thread's two
     const Gate gate_[2];
-    float next_beta_ = 0.0f;
+    uint32_t next_beta_ = 0;
 };
 
 }  // namespace kda::sm80
