@@ -123,13 +123,16 @@ def find_torch() -> Torch:
 
 
 def find_toolkit() -> Toolkit:
-    """The CUDA toolkit of CUDA_HOME, of PATH, or at its usual place. Raises KernelsUnavailable."""
-    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    candidates = [os.path.join(home, "bin", "nvcc") for home in homes]
-    candidates += [shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
-    nvcc = next((path for path in candidates if path and os.access(path, os.X_OK)), None)
-    if nvcc is None:
-        raise KernelsUnavailable("no CUDA compiler was found: put nvcc on the PATH or set CUDA_HOME")
+    """The CUDA toolkit of CUDA_HOME if that is set, else of PATH or the usual place. Raises KernelsUnavailable."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        nvcc = os.path.join(home, "bin", "nvcc")
+        if not os.access(nvcc, os.X_OK):
+            raise KernelsUnavailable(f"no CUDA compiler is at {nvcc}, where CUDA_HOME says it should be")
+    else:
+        nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+        if not os.access(nvcc, os.X_OK):
+            raise KernelsUnavailable("no CUDA compiler was found: put nvcc on the PATH or set CUDA_HOME")
     try:
         about = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
         listing = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout
