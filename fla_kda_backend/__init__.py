@@ -1,7 +1,7 @@
 """CUDA kernels for Kimi Delta Attention (KDA) that plug into flash-linear-attention.
 
-Installed beside `flash-linear-attention` the package serves FLA's `chunk_kda` by itself. This module is its small public
-surface; everything heavy is imported when it is first used.
+Installed beside `flash-linear-attention` the package serves FLA's `chunk_kda` by itself. This module is its small
+public surface; everything heavy is imported when it is first used.
 
     chunk_kda          the operator itself, with the signature of the newest FLA
     status             versions, way of registration, kernels, environment

@@ -1,9 +1,9 @@
 """How do we get beside FLA without a change to anybody's code?
 
 `install` is the entry point of the group `torch.backends` that PyTorch calls at the end of `import torch`; `import
-fla_kda_backend` calls it too. It puts a finder into `sys.meta_path` that lets FLA's KDA package be found and executed as ever,
-and registers our backend right afterwards, before any model can bind FLA's function. It imports nothing heavy and never
-raises, since an exception here would break `import torch`.
+fla_kda_backend` calls it too. It puts a finder into `sys.meta_path` that lets FLA's KDA package be found and executed
+as ever, and registers our backend right afterwards, before any model can bind FLA's function. It imports nothing
+heavy and never raises, since an exception here would break `import torch`.
 """
 
 import sys
@@ -14,7 +14,7 @@ FLA_KDA = "fla.ops.kda"
 
 
 class _AfterImport:
-    """A finder that finds nothing by itself: it has `registration.fla_was_loaded` called after FLA's KDA package has run."""
+    """Finds nothing by itself: it has `registration.fla_was_loaded` called after FLA's KDA package has been executed."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname != FLA_KDA:

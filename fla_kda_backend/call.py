@@ -1,9 +1,9 @@
 """What is being asked? One `chunk_kda` call, bound against the signature of the installed function and normalised.
 
 FLA's versions differ in their parameters, in the order of those parameters, and in the keywords they read out of
-`**kwargs`. `Signature` holds what the installed function honours, found from the function itself and never from a version
-number or a copied signature; `Signature.bind` turns the arguments of a call into a `Call`, the only form that the rest of
-the package knows.
+`**kwargs`. `Signature` holds what the installed function honours, found from the function itself and never from a
+version number or a copied signature; `Signature.bind` turns the arguments of a call into a `Call`, the only form that
+the rest of the package knows.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class NotBindable(Exception):
         self.refused = refused
 
 
-# What every keyword means when it is not given. A keyword given with this value asks for nothing, so that it does no harm
-# where the installed function ignores it.
+# What every keyword means when it is not given. A keyword given with this value asks for nothing, so that it does no
+# harm where the installed function ignores it.
 DEFAULTS = {
     "A_log": None,
     "dt_bias": None,

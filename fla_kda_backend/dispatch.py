@@ -1,12 +1,15 @@
-"""Who serves a call? The rules, in the order in which they are checked, each one a small function with its reason.
+"""Who serves a call? The rules, each one a small function with its reason, in the order in which they are checked.
 
-A rule takes a `Call` and returns None, or one sentence saying why the call is not ours. No rule reads the values of a tensor
-on a GPU, so that deciding never waits for the device. The groups, in order:
+A rule takes a `Call` and its sizes, and returns None, or one sentence saying why the call is not ours. No rule reads
+the values of a tensor on a GPU, so that deciding never waits for the device. The groups:
 
-1. what FLA itself refuses (`FLA_REFUSES`, `FLA_REFUSES_LATE`): left to FLA, which raises its own error;
-2. what only FLA understands (`NOT_OURS`): left to FLA;
-3. what does not fit together (`MALFORMED`): FLA does not check it, and a kernel would read out of bounds;
-4. what the path of the tensors' device does not do (`CUDA_DOES_NOT`, `CPU_DOES_NOT`).
+- `READABLE`: what can be looked at at all;
+- `CUDA_DOES_NOT`: for tensors on a GPU, what our kernels do not do. Checked first there, since it is cheap and settles
+  most calls that are not ours, those of training before all;
+- `FLA_REFUSES`, `FLA_REFUSES_LATE`: what FLA itself refuses, left to FLA, which raises its own error;
+- `NOT_OURS`: what only FLA understands, left to FLA;
+- `MALFORMED`: what does not fit together. FLA does not check it, and a kernel would read out of bounds;
+- `CPU_DOES_NOT`: for CPU tensors, what the reference cannot take.
 
 A call on CPU tensors that nothing behind us can serve either is refused with an exception of ours (`Decision.error`).
 """
@@ -40,14 +43,12 @@ class Decision:
         path: a key of `PATH_LABELS`.
         reason: one sentence, empty for a call that we serve.
         arch: the built architecture that serves it, such as "90a", on a CUDA path.
-        refused: FLA's own checks refuse this call: it is passed on so that FLA raises its own error.
         error: the exception to raise with `reason`, for a call that nothing can serve.
     """
 
     path: str
     reason: str = ""
     arch: str | None = None
-    refused: bool = False
     error: type[Exception] | None = None
 
 
@@ -67,8 +68,8 @@ class Dims(NamedTuple):
         q_shape, v_shape = call.q.shape, call.v.shape
         if len(q_shape) != 4 or len(v_shape) < 3:
             return None
-        B, T, H, K = q_shape
-        return cls(B, T, H, K, v_shape[2], v_shape[3] if len(v_shape) > 3 else 0)
+        sizes = (*q_shape, v_shape[2], v_shape[3] if len(v_shape) > 3 else 0)
+        return tuple.__new__(cls, sizes)  # half the time of cls(*sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,8 @@ def device_facts(device: torch.device) -> DeviceFacts:
 def arch_for(capability: tuple[int, int], archs: tuple[str, ...]) -> str | None:
     """The built architecture that a device of this capability runs best, or None.
 
-    A plain architecture ("80") runs on the same major version with at least its minor one. One with the suffix "a" runs on
-    exactly its own capability, and one with the suffix "f" on its family, which is the rule of a plain one.
+    A plain architecture ("80") runs on the same major version with at least its minor one. One with the suffix "a"
+    runs on exactly its own capability, and one with the suffix "f" on its family, which is the rule of a plain one.
     """
     major, minor = capability
     best, best_key = None, None
@@ -124,7 +125,7 @@ def library_for(capability: tuple[int, int]) -> tuple[str | None, str]:
     return None, f"the kernels were built for {built} and cannot run on sm_{capability[0]}{capability[1]}"
 
 
-# --- 0. What can be looked at at all --------------------------------------------------------------------------------------
+# --- What can be looked at at all -------------------------------------------------------------------------------------
 
 
 def inputs_are_tensors(call: Call, dims: None) -> str | None:
@@ -148,12 +149,19 @@ def inputs_are_tensors(call: Call, dims: None) -> str | None:
     return f"{', '.join(wrong)}: not a tensor"
 
 
+def numbers_are_numbers(call: Call, dims: None) -> str | None:
+    if not isinstance(call.scale, (float, int)):
+        return f"scale is a {type(call.scale).__name__}, not a number"
+    if call.lower_bound is not None and not isinstance(call.lower_bound, (float, int)):
+        return f"lower_bound is a {type(call.lower_bound).__name__}, not a number"
+
+
 def unknown_keywords(call: Call, dims: None) -> str | None:
     if call.unknown:
         return f"not honoured by this FLA version, or unknown here: {', '.join(call.unknown)}"
 
 
-# --- 1. What FLA itself refuses ------------------------------------------------------------------------------------------
+# --- What FLA itself refuses ------------------------------------------------------------------------------------------
 
 
 def fla_context_parallel(call: Call, dims: Dims) -> str | None:
@@ -174,9 +182,9 @@ def fla_varlen(call: Call, dims: Dims) -> str | None:
         return None
     if dims.B != 1:
         return f"cu_seqlens needs a batch size of 1, got {dims.B}"
-    shape = getattr(cu_seqlens, "shape", None)
-    if call.initial_state is not None and shape and call.initial_state.shape[0] != shape[0] - 1:
-        return f"initial_state holds {call.initial_state.shape[0]} states for {shape[0] - 1} sequences"
+    state, borders = call.initial_state, cu_seqlens.shape[:1]
+    if state is not None and borders and state.shape[:1] != (borders[0] - 1,):
+        return f"initial_state has shape {_shape(state)}, its first size must be that of {borders[0] - 1} sequences"
 
 
 def fla_state_dtype(call: Call, dims: Dims) -> str | None:
@@ -225,8 +233,8 @@ def fla_shapes(call: Call, dims: Dims) -> str | None:
 def fla_graph_sequences(call: Call, dims: Dims) -> str | None:
     if not call.use_graph or call.max_num_seqs is None or call.cu_seqlens is None:
         return None
-    if call.cu_seqlens.shape[0] - 1 != call.max_num_seqs:
-        return f"cu_seqlens holds {call.cu_seqlens.shape[0] - 1} sequences, max_num_seqs is {call.max_num_seqs}"
+    if call.cu_seqlens.numel() - 1 != call.max_num_seqs:
+        return f"cu_seqlens holds {call.cu_seqlens.numel() - 1} sequences, max_num_seqs is {call.max_num_seqs}"
 
 
 def fla_intermediate_states(call: Call, dims: Dims) -> str | None:
@@ -238,7 +246,7 @@ def fla_intermediate_states(call: Call, dims: Dims) -> str | None:
         return "return_intermediate_states must be used with disable_recompute=False"
 
 
-# --- 2. What only FLA understands ----------------------------------------------------------------------------------------
+# --- What only FLA understands ----------------------------------------------------------------------------------------
 
 
 def context_parallel(call: Call, dims: Dims) -> str | None:
@@ -246,19 +254,12 @@ def context_parallel(call: Call, dims: Dims) -> str | None:
         return "context parallelism (cp_context) is not supported"
 
 
-def numbers_are_numbers(call: Call, dims: Dims) -> str | None:
-    if not isinstance(call.scale, (float, int)):
-        return f"scale is a {type(call.scale).__name__}, not a number"
-    if call.lower_bound is not None and not isinstance(call.lower_bound, (float, int)):
-        return f"lower_bound is a {type(call.lower_bound).__name__}, not a number"
-
-
 def sequences_on_the_host_alone(call: Call, dims: Dims) -> str | None:
     if call.cu_seqlens is None and call.cu_seqlens_cpu is not None:
         return "cu_seqlens_cpu is given without cu_seqlens"
 
 
-# --- 3. What does not fit together ---------------------------------------------------------------------------------------
+# --- What does not fit together ---------------------------------------------------------------------------------------
 
 
 def values_fit_queries(call: Call, dims: Dims) -> str | None:
@@ -319,7 +320,7 @@ def one_device(call: Call, dims: Dims) -> str | None:
             return f"{name} is on {tensor.device}, q is on {device}"
 
 
-# --- 4. What the path of the device does not do --------------------------------------------------------------------------
+# --- What the path of the device does not do --------------------------------------------------------------------------
 
 
 def cpu_dtypes(call: Call, dims: Dims) -> str | None:
@@ -406,7 +407,16 @@ def cuda_results(call: Call, dims: Dims) -> str | None:
         return "return_intermediate_states is not supported on CUDA yet"
 
 
-READABLE = (inputs_are_tensors, unknown_keywords)
+READABLE = (inputs_are_tensors, numbers_are_numbers, unknown_keywords)
+CUDA_DOES_NOT = (
+    cuda_gradients,
+    cuda_plain_tensors,
+    cuda_head_dim,
+    cuda_has_heads,
+    cuda_dtypes,
+    cuda_lower_bound,
+    cuda_results,
+)
 FLA_REFUSES = (
     fla_context_parallel,
     fla_varlen,
@@ -417,20 +427,11 @@ FLA_REFUSES = (
     fla_neg_eigval,
     fla_shapes,
 )
-NOT_OURS = (context_parallel, numbers_are_numbers, sequences_on_the_host_alone)
-MALFORMED = (values_fit_queries, sequences_are_well_formed, state_fits, gate_parameters_fit, one_device)
 # Checked by FLA after its kernels have run, which on CPU tensors they never do.
 FLA_REFUSES_LATE = (fla_graph_sequences, fla_intermediate_states)
+NOT_OURS = (context_parallel, sequences_on_the_host_alone)
+MALFORMED = (values_fit_queries, sequences_are_well_formed, state_fits, gate_parameters_fit, one_device)
 CPU_DOES_NOT = (cpu_dtypes, cpu_sequence_values)
-CUDA_DOES_NOT = (
-    cuda_plain_tensors,
-    cuda_gradients,
-    cuda_head_dim,
-    cuda_has_heads,
-    cuda_dtypes,
-    cuda_lower_bound,
-    cuda_results,
-)
 
 _REFERENCE = Decision("reference")
 
@@ -447,34 +448,46 @@ def decide(call: Call) -> Decision:
         return Decision("triton", reason)
     dims = Dims.of(call)
     if dims is None:
-        reason = f"q has {call.q.dim()} and v {call.v.dim()} dimensions instead of 4"
-        return Decision("triton", reason, refused=True)
-    reason = _first(FLA_REFUSES, call, dims)
-    if reason is not None:
-        return Decision("triton", reason, refused=True)
-    reason = _first(NOT_OURS, call, dims)
-    if reason is not None:
-        return Decision("triton", reason)
-
+        return Decision("triton", _wrong_dimensions(call))
     device = device_facts(call.q.device)
-    on_cpu = device.kind == "cpu"
-    reason = _first(MALFORMED, call, dims)
-    if reason is not None:
-        return Decision("triton", reason, error=ValueError if on_cpu else None)
-    reason = _first(FLA_REFUSES_LATE, call, dims)
-    if reason is not None:
-        return Decision("triton", reason, refused=True, error=AssertionError if on_cpu else None)
+    if device.kind == "cuda":
+        return _decide_cuda(call, dims, device)
+    if device.kind == "cpu":
+        return _decide_cpu(call, dims)
+    return Decision("triton", f"tensors on a {device.kind} device are not supported")
 
-    if on_cpu:
-        reason = _first(CPU_DOES_NOT, call, dims)
-        return _REFERENCE if reason is None else Decision("triton", reason, error=ValueError)
-    if device.kind != "cuda":
-        return Decision("triton", f"tensors on a {device.kind} device are not supported")
+
+def _decide_cuda(call: Call, dims: Dims, device: DeviceFacts) -> Decision:
     arch, reason = library_for(device.capability)
     if arch is None:
         return Decision("triton", reason)
-    reason = _first(CUDA_DOES_NOT, call, dims)
-    return _portable(arch) if reason is None else Decision("triton", reason)
+    for rules in (CUDA_DOES_NOT, FLA_REFUSES, NOT_OURS, MALFORMED, FLA_REFUSES_LATE):
+        reason = _first(rules, call, dims)
+        if reason is not None:
+            return Decision("triton", reason)
+    return _portable(arch)
+
+
+def _decide_cpu(call: Call, dims: Dims) -> Decision:
+    for rules, error in (
+        (FLA_REFUSES, None),
+        (NOT_OURS, None),
+        (MALFORMED, ValueError),
+        (FLA_REFUSES_LATE, AssertionError),
+        (CPU_DOES_NOT, ValueError),
+    ):
+        reason = _first(rules, call, dims)
+        if reason is not None:
+            return Decision("triton", reason, error=error)
+    return _REFERENCE
+
+
+def fla_refuses(call: Call) -> bool:
+    """Whether FLA's own checks refuse `call`, so that it raises its own error and runs nothing."""
+    if _first(READABLE, call, None) is not None:
+        return False
+    dims = Dims.of(call)
+    return dims is None or any(_first(rules, call, dims) for rules in (FLA_REFUSES, FLA_REFUSES_LATE))
 
 
 def _first(rules: tuple[Callable[[Call, Dims], str | None], ...], call: Call, dims: Dims | None) -> str | None:
@@ -483,6 +496,10 @@ def _first(rules: tuple[Callable[[Call, Dims], str | None], ...], call: Call, di
         if reason is not None:
             return reason
     return None
+
+
+def _wrong_dimensions(call: Call) -> str:
+    return f"q has {call.q.dim()} and v {call.v.dim()} dimensions instead of 4"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -74,8 +74,9 @@ def chunk_kda(
             (32 or 64, the spacing of h), `transpose_state_layout` (old name of `state_v_first`).
 
     Returns:
-        (o, final_state), with `return_intermediate_states` (o, final_state, h): o [B, T, HV, V] in q's dtype, zero in rows
-        of no sequence; final_state fp32 in the layout of `initial_state`, or None; h [B, NT, HV, K, V] in k's dtype.
+        (o, final_state), with `return_intermediate_states` (o, final_state, h): o [B, T, HV, V] in q's dtype, zero in
+        rows of no sequence; final_state fp32 in the layout of `initial_state`, or None; h [B, NT, HV, K, V] in k's
+        dtype.
 
     Raises:
         ValueError: CPU tensors that do not fit together.
@@ -127,9 +128,10 @@ def status() -> dict[str, Any]:
     Returns:
         version: of this package. torch, cuda: of torch, and the CUDA version that it was built for or None.
         fla: the version of FLA, None without. registration: "fla.backends", "fla.ops.backends", "attribute", or None
-        while nothing is registered (FLA's KDA has not been imported, or something forbids it). decodes: whether decode on
-        CPU tensors comes here. library: path, archs, cuda and torch of the loaded kernels, or None. library_error: why there
-        are none, or None. environment: the variables of this package and of FLA's dispatch that are set.
+        while nothing is registered (FLA's KDA has not been imported, or something forbids it). decodes: whether
+        decode on CPU tensors comes here. library: path, archs, cuda and torch of the loaded kernels, or None.
+        library_error: why there are none, or None. environment: the variables of this package and of FLA's dispatch
+        that are set.
     """
     from fla_kda_backend import ops
 

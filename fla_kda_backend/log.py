@@ -1,8 +1,8 @@
 """Which path did a call take, and why? The log on stderr (`FLA_KDA_LOG`), the counters, and the last dispatch.
 
-`FLA_KDA_LOG=1` prints one line per distinct decision, `all` one per call, `json` one JSON object per call. Nothing needs to
-be set up: lines go to stderr. The same facts are there for programs in `last_dispatch()` and `dispatch_counts()`. No tensor
-is kept alive by any of this.
+`FLA_KDA_LOG=1` prints one line per distinct decision, `all` one per call, `json` one JSON object per call. Nothing
+needs to be set up: lines go to stderr. The same facts are there for programs in `last_dispatch()` and
+`dispatch_counts()`. No tensor is kept alive by any of this.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _printed: set[tuple] = set()
 
 
 def record(operator: str, decision: Decision, facts: tuple | None) -> None:
-    """Count a decision and, when asked to, print it. `facts` comes from `facts_of`, or is None for an unreadable call."""
+    """Count a decision and, when asked to, print it. `facts` comes from `facts_of`; None for an unreadable call."""
     with _lock:
         _counts[operator, decision.path] += 1
         _last[operator] = decision, facts
@@ -178,7 +178,7 @@ def _print(dispatch: Dispatch, mode: str) -> None:
                 return
             _printed.add(kind)
             if len(_printed) > MAX_DISTINCT_LINES:
-                line = "[fla_kda_backend] too many distinct decisions, the rest is not shown (FLA_KDA_LOG=all shows every call)"
+                line = "[fla_kda_backend] too many distinct decisions, the rest is not shown (FLA_KDA_LOG=all shows all)"
         write(line)
 
 

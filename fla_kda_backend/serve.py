@@ -15,7 +15,7 @@ import torch
 
 from fla_kda_backend import log, switches
 from fla_kda_backend.call import Call, NotBindable, Signature
-from fla_kda_backend.dispatch import SERVED_BY_US, Decision, decide
+from fla_kda_backend.dispatch import SERVED_BY_US, Decision, decide, fla_refuses
 
 
 class StrictModeError(RuntimeError):
@@ -67,32 +67,33 @@ def is_left_to_fla() -> bool:
 class Server:
     """Serves the calls of one `chunk_kda` function.
 
-    A caller that cannot decide and run in one step, such as FLA's registries, asks `accepts` and then calls `run`, with the
-    same arguments and in the same thread. A call that has to fail with an exception of ours is accepted, and raises in
-    `run`: FLA swallows what is raised while a backend is asked.
+    A caller that cannot decide and run in one step, such as FLA's registries, asks `accepts` and then calls `run`,
+    with the same arguments and in the same thread. A call that has to fail with an exception of ours is accepted, and
+    raises in `run`: FLA swallows what is raised while a backend is asked.
     """
 
     def __init__(self, signature: Signature):
         self.signature = signature
         self._decided = threading.local()
 
-    def decide(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call | None, Decision]:
-        """Bind the arguments, decide who serves them, and log it."""
+    def decide(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call | None, Decision, Exception | None]:
+        """Bind the arguments, decide who serves them, and log it: (call, decision, the exception that it calls for)."""
         try:
             call = self.signature.bind(args, kwargs)
         except NotBindable as problem:
-            call, decision = None, Decision("triton", problem.reason, refused=problem.refused)
+            call, decision, refused = None, Decision("triton", problem.reason), problem.refused
         else:
-            decision = decide(call)
+            decision, refused = decide(call), None  # FLA's checks are only looked at where they matter
         log.record("chunk_kda", decision, log.facts_of(call))
-        return call, decision
+        if decision.path != "triton":
+            return call, decision, None
+        return call, decision, _failure(call, decision, refused)
 
     def accepts(self, args: tuple, kwargs: dict[str, Any]) -> tuple[bool, str | None]:
         """(whether `run` takes care of this call, why not)."""
         if is_left_to_fla():
             return False, "left to FLA by fla_kda_backend.chunk_kda"
-        call, decision = self.decide(args, kwargs)
-        error = failure(decision)
+        call, decision, error = self.decide(args, kwargs)
         if decision.path == "triton" and error is None:
             return False, decision.reason
         self._decided.pending = call, decision, error
@@ -107,8 +108,7 @@ class Server:
 
     def call_or(self, fallback: Callable[[str], tuple], args: tuple, kwargs: dict[str, Any]) -> tuple:
         """Decide and run in one step; `fallback(reason)` runs the calls that are not ours."""
-        call, decision = self.decide(args, kwargs)
-        error = failure(decision)
+        call, decision, error = self.decide(args, kwargs)
         if error is not None:
             raise error
         if decision.path == "triton":
@@ -118,17 +118,23 @@ class Server:
     def _run(self, call: Call, decision: Decision, kwargs: dict[str, Any]) -> tuple:
         if self.signature.renamed_state_layout and "transpose_state_layout" in kwargs:
             warnings.warn(
-                "`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning, stacklevel=4
+                "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
+                DeprecationWarning,
+                stacklevel=4,
             )
         return RUNNERS[decision.path](call)
 
 
-def failure(decision: Decision) -> Exception | None:
-    """The exception that a decision calls for: the call cannot be served by anybody, or `FLA_KDA_STRICT=1` forbids Triton."""
-    if decision.path != "triton":
-        return None
+def _failure(call: Call | None, decision: Decision, refused: bool | None) -> Exception | None:
+    """The exception that a decision against us calls for: nobody can serve the call, or `FLA_KDA_STRICT=1` forbids
+    Triton.
+
+    A call that FLA refuses does not reach Triton: it gets FLA's own error, strict or not.
+    """
     if decision.error is not None:
         return decision.error(decision.reason)
-    if not decision.refused and switches.is_strict():
-        return StrictModeError(f"FLA_KDA_STRICT=1: this chunk_kda call would run on Triton: {decision.reason}")
-    return None
+    if not switches.is_strict():
+        return None
+    if refused or (refused is None and fla_refuses(call)):
+        return None
+    return StrictModeError(f"FLA_KDA_STRICT=1: this chunk_kda call would run on Triton: {decision.reason}")

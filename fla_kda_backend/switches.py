@@ -1,5 +1,5 @@
-"""Which environment variables steer the package, and what do they say right now? Read at every call, so that they work at
-any time; imports nothing heavy, since `import torch` runs it."""
+"""Which environment variables steer the package, and what do they say right now? Read at every call, so that they
+work at any time; imports nothing heavy, since `import torch` runs it."""
 
 import os
 
@@ -16,8 +16,8 @@ VARIABLES = (
 def read(name: str) -> str:
     """The value of an environment variable, "" when it is not set.
 
-    `os.environ.get` raises and catches a KeyError for a name that is not set, a microsecond for each variable of each call;
-    the mapping behind it is asked directly where there is one.
+    `os.environ.get` raises and catches a KeyError for a name that is not set, a microsecond for each variable of each
+    call; the mapping behind it is asked directly where there is one.
     """
     try:
         value = os.environ._data.get(os.environ.encodekey(name))

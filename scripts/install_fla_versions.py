@@ -2,9 +2,9 @@
 
     python scripts/install_fla_versions.py .fla-versions
 
-makes .fla-versions/<version> for every version, and .fla-versions/<version>.path, the folders that a new process needs at the
-front of its PYTHONPATH. A version that the installed Triton cannot import gets an older Triton, .fla-versions/triton-<version>.
-What is there already is kept.
+makes .fla-versions/<version> for every version, and .fla-versions/<version>.path, the folders that a new process
+needs at the front of its PYTHONPATH. A version that the installed Triton cannot import gets an older Triton,
+.fla-versions/triton-<version>. What is there already is kept.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ def enable() -> str | None:
     started with `FLA_KDA_BACKEND=0`. That variable still keeps every call away while it is "0".
 
     Returns:
-        How we are registered ("fla.backends", "fla.ops.backends" or "attribute"), or None when FLA has not been imported
-        yet or `FLA_DISABLE_BACKEND_DISPATCH=1` forbids it.
+        How we are registered ("fla.backends", "fla.ops.backends" or "attribute"), or None when FLA has not been
+        imported yet or `FLA_DISABLE_BACKEND_DISPATCH=1` forbids it.
 
     Raises:
         ImportError: FLA's KDA was imported but cannot be used.

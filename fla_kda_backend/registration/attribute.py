@@ -1,5 +1,5 @@
-"""How do we serve a FLA that asks no registry (fla-core 0.4, and 0.5.1 and 0.5.2 with a torch where their dispatch is dead)?
-By standing in for the function itself, under every name that leads to it."""
+"""How do we serve a FLA that asks no registry (fla-core 0.4, and 0.5.1 and 0.5.2 with a torch where their dispatch is
+dead)? By standing in for the function itself, under every name that leads to it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What do all ways of registering share? Their result, our name and rank among backends, the methods that FLA calls on a
-backend, and the witness that shows whether a registry is consulted."""
+"""What do all ways of registering share? Their result, our name and rank among backends, the methods that FLA calls
+on a backend, and the witness that shows whether a registry is consulted."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def decode(args: tuple, kwargs: dict[str, Any]) -> tuple:
 
 
 class _Witness:
-    """Stands for the tensors of a call that only a consulted backend can answer: it has no attribute to compute with."""
+    """Stands for the tensors of a call that only a consulted backend can answer: there is nothing to compute with."""
 
     __slots__ = ()
 
@@ -172,4 +172,5 @@ class RegistryEntry:
         if getattr(self.registry, "_active", None) is self.backend:
             self.registry._active = self.active_before
         # FLA notes in `_logged` which backends it has reported already, ours under its name.
-        self.registry._logged = {key for key in self.registry._logged if self.backend.backend_type not in key.split(":")}
+        name = self.backend.backend_type
+        self.registry._logged = {key for key in self.registry._logged if name not in key.split(":")}

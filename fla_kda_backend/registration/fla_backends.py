@@ -1,5 +1,5 @@
-"""How do we register with fla-core 0.6? In the registry of the function `chunk_kda`, and for decode in the registry `kda`,
-both of `fla.backends`."""
+"""How do we register with fla-core 0.6? In the registry of the function `chunk_kda`, and for decode in the registry
+`kda`, both of `fla.backends`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """By which way does the installed FLA let us in? Decided by what it does, not by its version number.
 
-Each way is tried in turn: it registers, then calls FLA's function with a witness that only a consulted backend can answer.
-A registry that exists but is never asked (fla-core 0.5.1 and 0.5.2 with torch before 2.11) is left, and the next way is tried.
+Each way is tried in turn: it registers, then calls FLA's function with a witness that only a consulted backend can
+answer. A registry that exists but is never asked (fla-core 0.5.1 and 0.5.2 with torch before 2.11) is left, and the
+next way is tried.
 """
 
 from __future__ import annotations
