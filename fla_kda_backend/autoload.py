@@ -14,7 +14,7 @@ FLA_KDA = "fla.ops.kda"
 
 
 class _AfterImport:
-    """Finds nothing by itself: it has `registration.fla_was_loaded` called after FLA's KDA package has been executed."""
+    """Finds nothing by itself: it has `registration.fla_was_loaded` called after FLA has executed its KDA."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname != FLA_KDA:

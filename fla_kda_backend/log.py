@@ -178,7 +178,7 @@ def _print(dispatch: Dispatch, mode: str) -> None:
                 return
             _printed.add(kind)
             if len(_printed) > MAX_DISTINCT_LINES:
-                line = "[fla_kda_backend] too many distinct decisions, the rest is not shown (FLA_KDA_LOG=all shows all)"
+                line = "[fla_kda_backend] too many distinct decisions, no more are shown (FLA_KDA_LOG=all shows all)"
         write(line)
 
 
