@@ -132,7 +132,7 @@ def test_training_calls_still_get_fla_results_and_gradients():
 
     assert fla_kda_backend.last_dispatch().path == "triton"
     assert o.requires_grad
-    compare.assert_close(o.detach(), exact_o, compare.CUDA_FORWARD.o, "o of FLA's Triton kernels")
+    compare.assert_close(o.detach(), exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o of FLA's Triton kernels")
     kernels_o, _ = run_on_kernels(arguments)
     fla_o, _ = run_on_fla(arguments)
     assert not same_bits(kernels_o, fla_o), "two different implementations cannot agree to the last bit"
