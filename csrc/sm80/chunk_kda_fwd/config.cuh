@@ -5,12 +5,10 @@
 
 #include <cstdint>
 
+#include "common/shapes.cuh"
 #include "ptx/cp_async.cuh"
 
 namespace kda::sm80 {
-
-constexpr int kChunk = 16;
-constexpr int kHeadDim = 128;  // K = V
 
 // Roles. Two producer groups take turns at the chunks and build their factors; every consumer warp owns 16 columns of V.
 constexpr int kGroupThreads = 128;
@@ -31,8 +29,6 @@ constexpr int kStageThreads = kConsumerThreads + kGroupThreads;
 constexpr float kAnchor = 80.0f;
 constexpr float kAnchorScale = 1.2089258196146292e24f;     // 2^80
 constexpr float kAnchorInverse = 8.2718061255302767e-25f;  // 2^-80
-// A token that forgets more than this forgets everything in fp32; keeps sums finite for gates of -inf.
-constexpr float kForgetAll = -160.0f;
 
 // A 16 x 128 bf16 tile: 256-byte rows, 16-byte pieces exchanged by XOR with the row, free of bank conflicts both for
 // row-wise access and for ldmatrix.

@@ -7,10 +7,11 @@
 // beta (V - Kd S), U and P enter their products as two bf16 terms each, the wide operands as one.
 #pragma once
 
+#include "common/sequence.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma.cuh"
-#include "sm80/chunk_kda_fwd/sequence.cuh"
+#include "sm80/chunk_kda_fwd/config.cuh"
 
 namespace kda::sm80 {
 

@@ -9,11 +9,12 @@
 // entry by entry from the gates up to that token alone, so nothing that comes later changes a rounding.
 #pragma once
 
+#include "common/gates.cuh"
+#include "common/sequence.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma.cuh"
-#include "sm80/chunk_kda_fwd/gates.cuh"
-#include "sm80/chunk_kda_fwd/sequence.cuh"
+#include "sm80/chunk_kda_fwd/config.cuh"
 
 namespace kda::sm80 {
 

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "api/chunk_kda_fwd_params.h"
-#include "sm80/chunk_kda_fwd/config.cuh"
+#include "common/shapes.cuh"
 
-namespace kda::sm80 {
+namespace kda {
 
 struct Work {
     int64_t first_token;  // index into the flattened [B * T] tokens
@@ -52,4 +52,4 @@ __device__ __forceinline__ void zero_uncovered_rows(const ChunkKdaFwdParams& par
     for (int64_t i = (last > first ? last : first) + start; i < end; i += step) out[i] = uint4{0, 0, 0, 0};
 }
 
-}  // namespace kda::sm80
+}  // namespace kda

@@ -5,12 +5,14 @@
 #include <cuda_fp16.h>
 
 #include "api/chunk_kda_fwd_params.h"
+#include "common/shapes.cuh"
 #include "ptx/math.cuh"
-#include "sm80/chunk_kda_fwd/config.cuh"
 
-namespace kda::sm80 {
+namespace kda {
 
 constexpr float kLog2E = 1.4426950408889634f;
+// A token that forgets more than this forgets everything in fp32; keeps sums finite for gates of -inf.
+constexpr float kForgetAll = -160.0f;
 
 __device__ __forceinline__ float load_as_float(const void* pointer, Dtype dtype, int64_t index) {
     switch (dtype) {
@@ -74,4 +76,4 @@ __device__ __forceinline__ float activate_beta(float beta, BetaMode mode) {
     }
 }
 
-}  // namespace kda::sm80
+}  // namespace kda
