@@ -34,7 +34,7 @@ def check_against_recurrence(call: cases.BuiltCall, tolerance: compare.Tolerance
         compare.assert_close(state, exact_state, tolerance.state, "final_state")
 
 
-@pytest.mark.parametrize("case", cases.all_cases(), ids=str)
+@pytest.mark.parametrize("case", list(cases.all_cases()), ids=str)
 def test_caller_form_is_served_and_matches_the_recurrence(case):
     call = cases.build(case, tokens=TOKENS, heads=HEADS, device=DEVICE, seed=seed_of(case))
     before = {name: value.clone() for name, value in call.arguments.items() if isinstance(value, torch.Tensor)}
