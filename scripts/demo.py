@@ -1,17 +1,17 @@
-"""Do unchanged Kimi models run on this package, are they right, and how much faster are they? The main job on real input.
+"""Do unchanged Kimi models run on this package, are they right, and how much faster are they?
 
     python scripts/demo.py [--device auto|cpu|cuda] [--json PATH] [--size real|tiny]
 
 Two models with random weights at the widths of Kimi-Linear-48B (2304 wide, 32 linear heads of 128): transformers' own
 `KimiLinearForCausalLM` and FLA's `KDAForCausalLM`. Each one prefills a prompt and generates greedily: with the plugin,
-without it, and with the KDA operator replaced by the fp64 recurrence, which judges the other two. The lines that start with
-`[fla_kda_backend]` are the plugin's own log (FLA_KDA_LOG=1).
+without it, and with the KDA operator replaced by the fp64 recurrence, which judges the other two. The lines that
+start with `[fla_kda_backend]` are the plugin's own log (FLA_KDA_LOG=1).
 
-Without the plugin means FLA's Triton kernels on a GPU. On a CPU FLA cannot run at all; there transformers' own PyTorch code is
-what the plugin is compared with.
+Without the plugin means FLA's Triton kernels on a GPU. On a CPU FLA cannot run at all; there transformers' own
+PyTorch code is what the plugin is compared with.
 
-Exit status: 0, or 1 when a call did not run on our path, logits are further from the exact ones than `LOGITS`, or a greedy
-token differs where the exact logits leave no doubt.
+Exit status: 0, or 1 when a call did not run on our path, logits are further from the exact ones than `LOGITS`, or a
+greedy token differs where the exact logits leave no doubt.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from scripts import demo_models as models  # noqa: E402
 SEED = 20
 OPERATORS = ("chunk_kda", "fused_recurrent_kda")
 
-# Relative L2 error of the logits against the same model with exact KDA. bf16: KDA's o is off by about 4e-3 a layer, and each
-# of the roundings to bf16 after it (2e-3 each, a dozen a layer) falls differently; they add in quadrature over the layers.
-# fp32: the same with 2^-24.
+# Relative L2 error of the logits against the same model with exact KDA. bf16: KDA's o is off by about 4e-3 a layer,
+# and each of the roundings to bf16 after it (2e-3 each, a dozen a layer) falls differently; they add in quadrature
+# over the layers. fp32: the same with 2^-24.
 LOGITS = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 # Ours may not be further from the exact logits than the kernels that it replaces, up to chance.
 WORSE_THAN_WITHOUT = 1.5
@@ -53,7 +53,7 @@ DOUBT = 6.0
 
 @dataclass
 class Size:
-    """What is run on one kind of device. `kept` is how many of the prompt's last positions have their logits compared."""
+    """What is run on one kind of device. `kept`: how many of the prompt's last positions have their logits compared."""
 
     dtype: torch.dtype
     tokens: int
@@ -125,7 +125,7 @@ def say(text: str = "") -> None:
     print(f"[{time.monotonic() - _started:6.1f} s] {text}" if text else "", flush=True)
 
 
-# --- Running one model ----------------------------------------------------------------------------------------------------
+# --- Running one model -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -233,7 +233,7 @@ def without_plugin() -> Iterator[None]:
         fla_kda_backend.enable()
 
 
-# --- Judging --------------------------------------------------------------------------------------------------------------
+# --- Judging ---------------------------------------------------------------------------------------
 
 
 def judge(outcome: Outcome, exact: Outcome) -> None:
@@ -291,14 +291,15 @@ def failures_of(ours: Outcome, without: Outcome | None, exact: Outcome, report: 
     return failures
 
 
-# --- The two models -------------------------------------------------------------------------------------------------------
+# --- The two models --------------------------------------------------------------------------------
 
 
 def demonstrate(report: Report, model, generate: Callable, size: Size, vocabulary: int, device: str) -> Report:
     """All runs of one model, their judgement, and a table."""
     random = torch.Generator().manual_seed(SEED)
     ids = torch.randint(3, vocabulary, (1, size.tokens), generator=random).to(device)
-    say(f"{report.model}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters, {report.dtype}, layers {report.layers}")
+    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    say(f"{report.model}: {parameters:.0f} M parameters, {report.dtype}, layers {report.layers}")
 
     ours = execute(model, generate, ids, size, "plugin")
     without = None
@@ -340,7 +341,8 @@ def _fla_alone(model, ids) -> str:
 
 def show(report: Report) -> None:
     say()
-    print(f"{report.model}, {report.dtype}, prompt of {report.prompt_tokens} tokens, {report.new_tokens} generated greedily")
+    print(f"{report.model}, {report.dtype}")
+    print(f"  a prompt of {report.prompt_tokens} tokens, {report.new_tokens} generated greedily")
     print(f"  {'KDA operator':<20}{'path':<22}{'prefill ms':>11}{'KDA ms':>9}{'logits error':>14}{'tokens agree':>14}")
     for run in report.runs:
         path = ", ".join(sorted({path for counts in run.paths.values() for path in counts})) or "-"
@@ -368,8 +370,8 @@ def kimi_linear_report(size: Size, device: str) -> Report:
     name = "transformers KimiLinearForCausalLM"
     say(f"building {name}")
     model = models.kimi_linear(
-        size.kimi_widths, layer_types=size.kimi_layers, vocab_size=size.kimi_vocabulary, device=device, dtype=size.dtype,
-        seed=SEED,
+        size.kimi_widths, layer_types=size.kimi_layers, vocab_size=size.kimi_vocabulary, device=device,
+        dtype=size.dtype, seed=SEED,
     )  # fmt: skip
     report = _report(name, size, size.kimi_layers)
     return demonstrate(report, model, generate_with_transformers, size, size.kimi_vocabulary, device)
@@ -406,7 +408,7 @@ def versions() -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--size", choices=("real", "tiny"), default="real", help="tiny: a check of the demo itself (CPU)")
+    parser.add_argument("--size", choices=("real", "tiny"), default="real", help="tiny: checks the demo itself (CPU)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there as well")
     arguments = parser.parse_args()
     device = arguments.device
@@ -417,15 +419,21 @@ def main() -> int:
     size = SIZES[arguments.size, device]
 
     warnings.filterwarnings("ignore", message="Triton is not supported on current platform")
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
+    say(f"device {gpu or f'CPU, {torch.get_num_threads()} threads'}")
+    say(", ".join(f"{package} {version}" for package, version in versions().items()))
+    way = None
+    if os.environ.get("FLA_KDA_BACKEND") != "0" and os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") != "1":
+        import fla.ops.kda  # noqa: F401  the plugin registers itself as soon as FLA's KDA is imported
+
+        way = fla_kda_backend.enable()
+    if way is None:
+        say("FAILED: the plugin is off; unset FLA_KDA_BACKEND=0 and FLA_DISABLE_BACKEND_DISPATCH=1")
+        return 1
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    say(f"device {gpu or f'CPU, {torch.get_num_threads()} threads'}; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
-    way = fla_kda_backend.enable()
-    import fla.ops.kda  # noqa: F401  registers the plugin as soon as it is imported
-
-    say(f"the plugin serves FLA's KDA by way of {fla_kda_backend.enable() or way}")
+    say(f"the plugin serves FLA's KDA by way of {way}")
     say()
     with torch.cuda.device(0) if device == "cuda" else nullcontext():
         reports = [kimi_linear_report(size, device), kda_report(size, device)]

@@ -1,7 +1,7 @@
 """Which models does the demo run, and how does another KDA operator take the place of theirs?
 
-Two models with random weights (nothing is downloaded): transformers' own `KimiLinearForCausalLM` and FLA's `KDAForCausalLM`.
-Neither is changed for the plugin; what is replaced here is only what they are compared with.
+Two models with random weights (nothing is downloaded): transformers' own `KimiLinearForCausalLM` and FLA's
+`KDAForCausalLM`. Neither is changed for the plugin; what is replaced here is only what they are compared with.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 
-# transformers' model at the widths of Kimi-Linear-48B-A3B; depth, number of experts and vocabulary are the caller's choice.
+# transformers' model at the widths of Kimi-Linear-48B-A3B; depth, number of experts and vocabulary are the caller's
+# choice.
 KIMI_LINEAR_WIDTHS = dict(
     hidden_size=2304,
     intermediate_size=9216,
@@ -46,12 +47,19 @@ TINY_KDA_WIDTHS = dict(hidden_size=64, head_dim=32, num_heads=2, intermediate_si
 
 
 def kimi_linear(
-    widths: dict, *, layer_types: list[str], vocab_size: int, device: str, dtype: torch.dtype, seed: int, num_experts: int = 8
+    widths: dict,
+    *,
+    layer_types: list[str],
+    vocab_size: int,
+    device: str,
+    dtype: torch.dtype,
+    seed: int,
+    num_experts: int = 8,
 ):
     """transformers' `KimiLinearForCausalLM`, initialised as transformers does from `seed`, in evaluation mode.
 
-    The first layer's MLP is dense, the others are mixtures of experts. All experts are active, so that no choice of expert
-    can flip on a rounding and hide how close the logits are. No token ends a generation.
+    The first layer's MLP is dense, the others are mixtures of experts. All experts are active, so that no choice of
+    expert can flip on a rounding and hide how close the logits are. No token ends a generation.
     """
     from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
@@ -72,8 +80,8 @@ def kimi_linear(
 def fla_kda(widths: dict, *, num_layers: int, vocab_size: int, device: str, dtype: torch.dtype, seed: int, **options):
     """FLA's `KDAForCausalLM` (layers of `KimiDeltaAttention`), initialised as FLA does from `seed`, in evaluation mode.
 
-    Away from a GPU, where Triton cannot run, FLA's own switch turns its fused norm into PyTorch's, and the modules that have no
-    such switch get a forward in plain PyTorch (`use_torch_forwards`).
+    Away from a GPU, where Triton cannot run, FLA's own switch turns its fused norm into PyTorch's, and the modules
+    that have no such switch get a forward in plain PyTorch (`use_torch_forwards`).
     """
     from fla.models.kda import KDAConfig, KDAForCausalLM
 
@@ -104,7 +112,7 @@ def _build(model_class, config, device: str, dtype: torch.dtype, seed: int):
     return model.eval()
 
 
-# --- FLA's Triton-only modules, in plain PyTorch ------------------------------------------------------------------------
+# --- FLA's Triton-only modules, in plain PyTorch ---------------------------------------------------
 
 
 def use_torch_forwards(model):
@@ -148,7 +156,7 @@ def _gated_mlp(self, x, **_):
     return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-# --- Another KDA operator in a model's place ----------------------------------------------------------------------------
+# --- Another KDA operator in a model's place -------------------------------------------------------
 
 
 def _operators(model) -> tuple[types.ModuleType, str, str]:

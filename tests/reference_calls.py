@@ -1,4 +1,4 @@
-"""How the tests of the reference call it: `Call`s from keywords, small random inputs, and tolerances with their reasons."""
+"""How the tests of the reference call it: `Call`s from keywords, small random inputs, tolerances with their reasons."""
 
 import torch
 

@@ -1,7 +1,8 @@
 """Do unchanged models run on a CPU through the plugin, and are their results right?
 
-transformers' own `KimiLinearForCausalLM`, and FLA's `KDAForCausalLM` with its Triton-only modules (short convolution, gated
-norm, SwiGLU) in plain PyTorch. FLA alone can run neither here. Every test asserts that our paths served the calls.
+transformers' own `KimiLinearForCausalLM`, and FLA's `KDAForCausalLM` with its Triton-only modules (short convolution,
+gated norm, SwiGLU) in plain PyTorch. FLA alone can run neither here. Every test asserts that our paths served the
+calls.
 """
 
 import os
@@ -170,8 +171,9 @@ def test_training_step_of_kimi_linear(kimi_linear):
 
 def fla_model(**options):
     return models.fla_kda(
-        models.TINY_KDA_WIDTHS, num_layers=2, vocab_size=VOCABULARY, device="cpu", dtype=torch.float32, seed=0, **options
-    )
+        models.TINY_KDA_WIDTHS, num_layers=2, vocab_size=VOCABULARY, device="cpu", dtype=torch.float32, seed=0,
+        **options,
+    )  # fmt: skip
 
 
 FLA_OPTIONS = {

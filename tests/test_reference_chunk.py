@@ -97,8 +97,9 @@ def test_infinite_raw_gates_saturate(lower_bound):
     assert_agrees(FLOAT64, FLOAT64, torch.float64, **arguments)
 
 
-# An error of the inverse grows with the inverse of (I + L), whose entries stay below beta for unit keys; a Neumann series
-# or fp16 products would be off by orders of magnitude, fp32 forward substitution by the usual ulps times the chunk length.
+# An error of the inverse grows with the inverse of (I + L), whose entries stay below beta for unit keys; a Neumann
+# series or fp16 products would be off by orders of magnitude, fp32 forward substitution by the usual ulps times the
+# chunk length.
 NEAR_COLLINEAR = 5e-5
 
 

@@ -14,7 +14,8 @@ H, K, V, T = 2, 3, 2, 5
 
 
 def by_definition(
-    q, k, v, g, beta, initial_state, *, A_log, dt_bias, scale, norm, gate_in_kernel, beta_in_kernel, neg_eigval, lower_bound
+    q, k, v, g, beta, initial_state, *, A_log, dt_bias, scale, norm, gate_in_kernel, beta_in_kernel, neg_eigval,
+    lower_bound
 ):
     """One sequence: q, k `[T][H][K]`, v `[T][HV][V]`, g `[T][HV][K]`, beta `[T][HV]`, state `[HV][K][V]`, all lists."""
     tokens, value_heads, group = len(q), len(v[0]), len(v[0]) // len(q[0])
@@ -34,7 +35,8 @@ def by_definition(
                 if gate_in_kernel:
                     x = step + (dt_bias[h][c] if dt_bias is not None else 0.0)
                     rate = math.exp(A_log[h]) if A_log is not None else 1.0
-                    step = -rate * math.log1p(math.exp(x)) if lower_bound is None else lower_bound / (1 + math.exp(-rate * x))
+                    softplus, sigmoid = math.log1p(math.exp(x)), 1 / (1 + math.exp(-rate * x))
+                    step = -rate * softplus if lower_bound is None else lower_bound * sigmoid
                 for w in range(V):
                     S[h][c][w] *= math.exp(step)
             for w in range(V):

@@ -1,7 +1,7 @@
 """How does chunked KDA run on a CPU, differentiably and exactly for any gates?
 
-Per chunk of C tokens of one value head, state S (K x V) coming in, with G_i the sum of log-decays from the chunk's start
-to token i (Kimi Linear, arXiv:2510.26692, the chunkwise form):
+Per chunk of C tokens of one value head, state S (K x V) coming in, with G_i the sum of log-decays from the chunk's
+start to token i (Kimi Linear, arXiv:2510.26692, the chunkwise form):
 
     Qd = scale q exp(G_i)     Kd = k exp(G_i)     Kr = k exp(G_last - G_i)
     L  = beta_i sum_d k_i k_j exp(G_i - G_j), i > j        P = scale sum_d q_i k_j exp(G_i - G_j), i >= j
@@ -10,9 +10,9 @@ to token i (Kimi Linear, arXiv:2510.26692, the chunkwise form):
     S <- diag(exp(G_last)) S + Kr^T U
 
 No exponent is ever positive and none is a difference of two sums, so that no gate, not even -inf, overflows, cancels or
-meets a 0 * inf, in the forward or the backward pass: `_decayed_products` halves the chunk over and over, and a pair (i, j)
-that a border separates decays by exp(border..i) exp(j..border), both plain sums of log-decays and both at most 1. Rows
-that do not exist (a chunk's tail) are replaced by zeros before any arithmetic, never multiplied by zero.
+meets a 0 * inf, in the forward or the backward pass: `_decayed_products` halves the chunk over and over, and a pair
+(i, j) that a border separates decays by exp(border..i) exp(j..border), both plain sums of log-decays and both at most
+1. Rows that do not exist (a chunk's tail) are replaced by zeros before any arithmetic, never multiplied by zero.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def chunk_kda(call: Call, *, state_dtype: torch.dtype = torch.float32) -> tuple:
         state_dtype: dtype of the final state; float32 is FLA's contract.
 
     Returns:
-        `(o, final_state)`, or `(o, final_state, h)` with `call.return_intermediate_states`: o `[B, T, HV, V]` in q's dtype,
-        zero in rows that no sequence covers; the final state in the layout of `initial_state`, or None without
-        `call.output_final_state`; h `[B, NT, HV, K, V]` (V-first: last two swapped) in k's dtype, the state entering each
-        chunk of `call.chunk_size` tokens, sequence after sequence.
+        `(o, final_state)`, or `(o, final_state, h)` with `call.return_intermediate_states`: o `[B, T, HV, V]` in q's
+        dtype, zero in rows that no sequence covers; the final state in the layout of `initial_state`, or None without
+        `call.output_final_state`; h `[B, NT, HV, K, V]` (V-first: last two swapped) in k's dtype, the state entering
+        each chunk of `call.chunk_size` tokens, sequence after sequence.
 
     Raises:
         AssertionError: `return_intermediate_states` outside `torch.inference_mode()` or with `disable_recompute`.
@@ -201,14 +201,15 @@ def _chunk_factors(call: Call, layout: _ChunkLayout, dtype: torch.dtype) -> Iter
 def _decayed_products(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Products of tokens within a chunk under the decay between them, and the decays to the chunk's borders.
 
-    Blocks double from one token to the whole chunk; two neighbours join into one with the block of products across their
-    border below the diagonal.
+    Blocks double from one token to the whole chunk; two neighbours join into one with the block of products across
+    their border below the diagonal.
 
     Args:
         q, k, g: `[..., C, K]`, C a power of two; g in log space.
 
     Returns:
-        sum_d k_i k_j exp(G_i - G_j) for i > j, else 0, and sum_d q_i k_j exp(G_i - G_j) for i >= j, else 0; `[..., C, C]`.
+        sum_d k_i k_j exp(G_i - G_j) for i > j, else 0, and sum_d q_i k_j exp(G_i - G_j) for i >= j, else 0;
+        `[..., C, C]`.
         Log-decay from the chunk's start up to and with each token, and from after it to the chunk's end; `[..., C, K]`.
     """
     C = q.shape[-2]

@@ -1,8 +1,8 @@
 """How does `fused_recurrent_kda` (decode, short prefill) run on a CPU?
 
 The recurrence of `recurrence.py` in float32, one token of all running sequences at a time, behind the contract of the
-inner function that FLA 0.6.0 lets a backend replace, `fla.ops.kda.fused_recurrent.fused_recurrent_kda_fwd`: states updated
-in place, written to slots of a pool (continuous batching), or returned. Like FLA's, it has no gradient.
+inner function that FLA 0.6.0 lets a backend replace, `fla.ops.kda.fused_recurrent.fused_recurrent_kda_fwd`: states
+updated in place, written to slots of a pool (continuous batching), or returned. Like FLA's, it has no gradient.
 """
 
 from __future__ import annotations
@@ -179,14 +179,15 @@ def fused_recurrent_kda_fwd(
         inplace_final_state: write final states into `initial_state` (the default, as in FLA); else a new float32 tensor
             with `output_final_state`.
         ssm_state_indices: `[N]` or `[N, tokens]`, slots of the pool. Sequence n starts from slot `[n, 0]`, or
-            `[n, num_accepted_tokens[n] - 1]`, and the state after its token i goes to slot `[n, i]` (not in place: to the
-            row of that token in the returned states). Sequences without tokens touch nothing.
+            `[n, num_accepted_tokens[n] - 1]`, and the state after its token i goes to slot `[n, i]` (not in place: to
+            the row of that token in the returned states). Sequences without tokens touch nothing.
         num_accepted_tokens: `[N]`, with `ssm_state_indices`.
         out: written with the outputs when given, `[B, T, HV, V]`; only rows that a sequence covers.
 
     Returns:
-        o in v's dtype (or `out`), zero in rows that no sequence covers, and the states: `initial_state` itself when updated
-        in place, a new float32 `[N, HV, K, V]` (V-first: `[N, HV, V, K]`) with `output_final_state`, else None.
+        o in v's dtype (or `out`), zero in rows that no sequence covers, and the states: `initial_state` itself when
+        updated in place, a new float32 `[N, HV, K, V]` (V-first: `[N, HV, V, K]`) with `output_final_state`, else
+        None.
 
     Raises:
         ValueError: with the reason of `declines_decode`.

@@ -39,6 +39,8 @@ def recurrent_kda(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence above in float64, on the device of the inputs; differentiable by plain autograd.
 
+    Autograd keeps every state: 8 * HV * K * V bytes a token and sequence. Judge long inputs under `torch.no_grad()`.
+
     The arguments are those of `fla.ops.kda.chunk_kda`; any float dtype. Value head `hv` reads query/key head
     `hv // (HV // H)`.
 
@@ -49,7 +51,8 @@ def recurrent_kda(
         beta: `[B, T, HV]`; or logits with `use_beta_sigmoid_in_kernel`.
         A_log: HV elements, any shape. dt_bias: HV * K elements, any shape.
         scale: of the queries; `K ** -0.5` when None.
-        initial_state: `[N, HV, K, V]` (`[N, HV, V, K]` with `state_v_first`) for N sequences, N = B without `cu_seqlens`.
+        initial_state: `[N, HV, K, V]` (`[N, HV, V, K]` with `state_v_first`) for N sequences, N = B without
+            `cu_seqlens`.
         cu_seqlens: `[N + 1]`, any integer dtype, B = 1.
 
     Returns:
