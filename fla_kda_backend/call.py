@@ -118,7 +118,7 @@ class Signature:
         honoured: every keyword that has an effect, parameters and those read out of `**kwargs`.
         takes_any_keyword: whether unknown keywords are swallowed by `**kwargs` instead of raising TypeError.
         renamed_state_layout: `transpose_state_layout` is the deprecated name of `state_v_first`, with a warning.
-        grouped_values: HV may be a multiple of H (GVA).
+        grouped_values: HV may be a multiple of H (GVA); without, FLA checks that v has q's B, T and H.
         optional_A_log: `A_log` may be None when `lower_bound` is given.
     """
 
@@ -148,7 +148,7 @@ class Signature:
             honoured=frozenset(named) | through_kwargs,
             takes_any_keyword=takes_any_keyword,
             renamed_state_layout="state_v_first" in named and "transpose_state_layout" in through_kwargs,
-            # Versions with GVA unpack HV from v's shape; those without compare v's heads with q's.
+            # Versions with GVA read HV from v's shape; those without demand that v has q's B, T and H.
             grouped_values=code is not None and "HV" in code.co_varnames,
             # An A_log of None came into FLA together with graph capture.
             optional_A_log="use_graph" in named,
@@ -187,10 +187,9 @@ class Signature:
             A_log, dt_bias = get("A_log"), get("dt_bias")
             if A_log is None and not self.optional_A_log:
                 raise NotBindable("this FLA version needs A_log with use_gate_in_kernel", refused="A_log" not in given)
-        if not self.grouped_values and _heads(v) != _heads(q):
-            raise NotBindable(
-                f"this FLA version has no GVA (v has {_heads(v)} heads, q has {_heads(q)})", refused=True
-            )
+        if not self.grouped_values and _rows(v) != _rows(q):
+            sizes = f"v has [B, T, HV] = {_rows(v)}, q has [B, T, H] = {_rows(q)}"
+            raise NotBindable(f"this FLA version has no GVA: {sizes}", refused=True)
         draft = _Draft(
             q,
             given["k"],
@@ -234,10 +233,9 @@ class Signature:
         return tuple(sorted(unknown))
 
 
-def _heads(tensor: Any) -> Any:
-    """The head dimension of [B, T, heads, dim], or None for what has no such shape."""
-    shape = getattr(tensor, "shape", ())
-    return shape[2] if len(shape) > 2 else None
+def _rows(tensor: Any) -> list[int]:
+    """The sizes of [B, T, heads, dim] without the last."""
+    return list(getattr(tensor, "shape", ())[:3])
 
 
 def _default_scale(q: Any) -> float:

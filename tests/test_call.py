@@ -1,4 +1,4 @@
-"""Are the arguments of a call bound as the installed function would bind them, and is nothing honoured that it ignores?"""
+"""Are arguments bound as the installed function would bind them, and is nothing honoured that it ignores?"""
 
 import dataclasses
 
@@ -12,12 +12,13 @@ from fla_kda_backend.call import Call, NotBindable, Signature
 
 def newest(
     q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-    use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, lower_bound=None,
-    disable_recompute=False, return_intermediate_states=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
-    cp_context=None, use_graph=False, max_num_seqs=None, **kwargs,
+    use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False,
+    lower_bound=None, disable_recompute=False, return_intermediate_states=False, state_v_first=False, cu_seqlens=None,
+    cu_seqlens_cpu=None, cp_context=None, use_graph=False, max_num_seqs=None, **kwargs,
 ):  # fmt: skip
     HV = v.shape[2]
-    return HV, kwargs.get("A_log"), kwargs.get("dt_bias"), kwargs.pop("chunk_size", 64), "transpose_state_layout" in kwargs
+    renamed = "transpose_state_layout" in kwargs
+    return HV, kwargs.get("A_log"), kwargs.get("dt_bias"), kwargs.pop("chunk_size", 64), renamed
 
 
 def oldest(
@@ -41,8 +42,8 @@ def test_a_call_has_the_documented_fields_and_cannot_be_changed():
     assert [field.name for field in dataclasses.fields(Call)] == [
         "q", "k", "v", "g", "beta", "A_log", "dt_bias", "scale", "initial_state", "output_final_state",
         "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate",
-        "lower_bound", "disable_recompute", "return_intermediate_states", "state_v_first", "cu_seqlens", "cu_seqlens_cpu",
-        "cp_context", "use_graph", "max_num_seqs", "chunk_size", "unknown",
+        "lower_bound", "disable_recompute", "return_intermediate_states", "state_v_first", "cu_seqlens",
+        "cu_seqlens_cpu", "cp_context", "use_graph", "max_num_seqs", "chunk_size", "unknown",
     ]  # fmt: skip
     assert type(call) is Call
     with pytest.raises(dataclasses.FrozenInstanceError):

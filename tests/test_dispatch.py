@@ -1,4 +1,4 @@
-"""Does every call go where it belongs, with the right reason? GPU rules run here on meta tensors and a pretended device."""
+"""Does every call go where it belongs, with the right reason? GPU rules run on meta tensors and a pretended device."""
 
 import re
 from types import SimpleNamespace
@@ -67,7 +67,7 @@ def zeros(*shape, device, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-# --- what is served -----------------------------------------------------------------------------------------------------
+# --- what is served ---------------------------------------------------------------------------------------------------
 
 SERVED = {
     "everything in kernel": lambda d: call_on(d),
@@ -109,7 +109,7 @@ def test_the_reference_takes_any_float_and_any_head_dim(dtype):
     assert decide(call_on(CPU, K=48, V=20, q=q, k=q)) == OURS[CPU]
 
 
-# --- what FLA refuses ---------------------------------------------------------------------------------------------------
+# --- what FLA refuses -------------------------------------------------------------------------------------------------
 
 REFUSED_BY_FLA = {
     "q without heads": (lambda d: call_on(d, q=zeros(2, 6, K, device=d)), "q has 3 .* dimensions"),
@@ -126,7 +126,10 @@ REFUSED_BY_FLA = {
         "no cu_seqlens",
     ),
     "varlen with a batch": (lambda d: packed_on(d, B=2), "batch size of 1, got 2"),
-    "varlen with too many states": (lambda d: packed_on(d, initial_state=zeros(4, 4, K, K, device=d)), "of 3 sequences"),
+    "varlen with too many states": (
+        lambda d: packed_on(d, initial_state=zeros(4, 4, K, K, device=d)),
+        "of 3 sequences",
+    ),
     "bf16 state": (
         lambda d: call_on(d, initial_state=zeros(2, 4, K, K, device=d, dtype=torch.bfloat16)),
         "initial_state is bfloat16",
@@ -203,7 +206,7 @@ def test_intermediate_states_with_kept_activations_are_refused():
     assert decision.error is AssertionError and "disable_recompute=False" in decision.reason
 
 
-# --- what is left to FLA ------------------------------------------------------------------------------------------------
+# --- what is left to FLA ----------------------------------------------------------------------------------------------
 
 LEFT = {
     "unknown keyword": (lambda d: call_on(d, unknown=("foo",)), "foo"),
@@ -229,7 +232,7 @@ def test_what_only_fla_understands_is_left_to_fla(device, case):
     assert decision.path == "triton" and decision.error is None and reason in decision.reason
 
 
-# --- what does not fit --------------------------------------------------------------------------------------------------
+# --- what does not fit ------------------------------------------------------------------------------------------------
 
 MALFORMED = {
     "v's T": (lambda d: call_on(d, v=zeros(2, 5, 4, K, device=d, dtype=torch.bfloat16)), "v has shape [2, 5, 4, 128]"),
@@ -237,7 +240,7 @@ MALFORMED = {
     "state's batch": (lambda d: call_on(d, initial_state=zeros(3, 4, K, K, device=d)), "initial_state has shape [3, 4"),
     "state's heads": (lambda d: call_on(d, initial_state=zeros(2, 2, K, K, device=d)), "initial_state has shape [2, 2"),
     "state's sizes": (lambda d: call_on(d, initial_state=zeros(2, 4, K, 64, device=d)), "instead of [2, 4, 128, 128]"),
-    "state without batch": (lambda d: call_on(d, initial_state=zeros(4, K, K, device=d)), "initial_state has shape [4,"),
+    "state without batch": (lambda d: call_on(d, initial_state=zeros(4, K, K, device=d)), "initial_state has shape [4"),
     "A_log's size": (lambda d: call_on(d, A_log=zeros(2, device=d)), "A_log has 2 values instead of HV=4"),
     "dt_bias's size": (lambda d: call_on(d, dt_bias=zeros(4, device=d)), "dt_bias has 4 values instead of HV*K=512"),
     "cu_seqlens 2-D": (
@@ -309,7 +312,7 @@ def test_integers_are_refused_on_the_cpu(name):
     assert decision.error is ValueError and f"{name} is int64" in decision.reason
 
 
-# --- what the GPU path does not do --------------------------------------------------------------------------------------
+# --- what the GPU path does not do ------------------------------------------------------------------------------------
 
 GPU_DECLINES = {
     "K": (lambda: call_on(GPU, K=64), "head_dim K=64 is not supported (128)"),
@@ -382,7 +385,7 @@ def test_parameters_that_are_not_used_need_no_gradients(gpu, name):
     assert decide(call) == OURS[GPU]
 
 
-# --- devices and libraries ----------------------------------------------------------------------------------------------
+# --- devices and libraries --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["meta", "xpu", "hip", "npu"])

@@ -54,8 +54,9 @@ def test_the_line_of_a_served_call_shows_arch_shape_and_modes(capsys, monkeypatc
 
 def test_the_line_of_a_declined_call_shows_the_reason(capsys, monkeypatch):
     monkeypatch.setenv("FLA_KDA_LOG", "1")
-    plain = dict(use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, initial_state=None, output_final_state=False)
-    record(packed_on(CPU, **plain), Decision("triton", "some reason"))
+    plain = dict(use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False)
+    no_state = dict(initial_state=None, output_final_state=False)
+    record(packed_on(CPU, **plain, **no_state), Decision("triton", "some reason"))
     assert lines(capsys) == [
         PREFIX + "Triton: some reason | B=1 T=6 H=2 HV=4 K=128 V=128 bf16 gate=given beta=given state=none varlen=3"
     ]
@@ -175,7 +176,7 @@ def test_counts_are_exact_with_many_threads(monkeypatch, capsys):
     assert len(lines(capsys)) == 1
 
 
-# --- FLA_KDA_STRICT -----------------------------------------------------------------------------------------------------
+# --- FLA_KDA_STRICT ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def server():
 
 
 def served(server, call) -> bool:
-    """Ask and run as FLA's dispatcher does: True when the call was ours; an exception of `accepts` would be swallowed."""
+    """Ask and run as FLA's dispatcher does: True when the call was ours. What `accepts` raises would be swallowed."""
     kwargs = {name: getattr(call, name) for name in ("q", "k", "v", "g", "beta", "initial_state", "output_final_state")}
     kwargs |= {name: getattr(call, name) for name in ("use_gate_in_kernel", "A_log", "lower_bound", "safe_gate")}
     kwargs |= dict.fromkeys(call.unknown, 1)
@@ -241,7 +242,7 @@ def test_two_threads_do_not_take_each_others_calls(server, monkeypatch):
     assert got == {"a": True, "b": True}
 
 
-# --- the public function and the status ---------------------------------------------------------------------------------
+# --- the public function and the status -------------------------------------------------------------------------------
 
 
 def test_the_public_function_serves_and_counts():

@@ -35,13 +35,15 @@ def register() -> Registration | None:
     registry = _registry_of(backends, chunk_kda)
     if registry is None or not _asks(base, registry, chunk_kda):
         return None
-    entries = [RegistryEntry(registry, backend_class(base, Server(Signature.of(chunk_kda)))())]
+    backend = backend_class(base, Server(Signature.of(chunk_kda)))()
 
     decode = getattr(import_module("fla.ops.kda.fused_recurrent"), "fused_recurrent_kda_fwd", None)
-    registry = getattr(backends, "_operation_registries", {}).get("kda")
-    decodes = decode is not None and registry is not None and _asks(base, registry, decode)
+    inner_registry = getattr(backends, "_operation_registries", {}).get("kda")
+    decodes = decode is not None and inner_registry is not None and _asks(base, inner_registry, decode)
+
+    entries = [RegistryEntry(registry, backend)]
     if decodes:
-        entries.append(RegistryEntry(registry, decode_backend_class(base)()))
+        entries.append(RegistryEntry(inner_registry, decode_backend_class(base)()))
 
     def undo() -> None:
         for entry in entries:

@@ -28,10 +28,11 @@ def register() -> Registration | None:
         return None
     chunk_kda = import_module("fla.ops.kda.chunk").chunk_kda
     witness = RegistryEntry(registry, witness_class(base, "chunk_kda")())
-    alive = is_consulted(chunk_kda)
-    witness.undo()
-    if not alive:
-        return None
+    try:
+        if not is_consulted(chunk_kda):
+            return None
+    finally:
+        witness.undo()
     entry = RegistryEntry(registry, backend_class(base, Server(Signature.of(chunk_kda)))())
 
     def is_in_force() -> bool:
