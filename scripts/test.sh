@@ -4,4 +4,4 @@
 source "$(dirname "${BASH_SOURCE[0]}")/_environment.sh"
 cd "$ROOT"
 "$PYTHON" scripts/install_fla_versions.py .fla-versions
-exec "$PYTHON" -m pytest tests "$@"
+exec "$PYTHON" -m pytest "$@"
