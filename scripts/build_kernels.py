@@ -262,15 +262,15 @@ def gencode(archs) -> list[str]:
 
 
 def build_facts(plan: Plan) -> str:
-    """The macros through which csrc/api learns what it was built with."""
-    return "".join(
-        f'#define {name} "{value}"\n'
-        for name, value in (
-            ("FLA_KDA_ARCHS", ",".join(plan.archs)),
-            ("FLA_KDA_TORCH_VERSION", plan.torch.version),
-            ("FLA_KDA_CUDA_VERSION", plan.toolkit.release_text),
-        )
-    )
+    """The macros through which csrc/api learns what it was built with, and which kernel folders are in the library."""
+    facts = {
+        "FLA_KDA_ARCHS": f'"{",".join(plan.archs)}"',
+        "FLA_KDA_TORCH_VERSION": f'"{plan.torch.version}"',
+        "FLA_KDA_CUDA_VERSION": f'"{plan.toolkit.release_text}"',
+    }
+    for folder, archs in FOLDER_ARCHS.items():
+        facts[f"FLA_KDA_HAS_{folder.upper()}"] = int(any(arch in archs for arch in plan.archs))
+    return "".join(f"#define {name} {value}\n" for name, value in facts.items())
 
 
 def build(plan: Plan, library: Path) -> Path:
@@ -317,7 +317,8 @@ def link(plan: Plan, objects: list[Path], library: Path) -> None:
     # No rpath: torch is in the process before this library is loaded, and its libraries are found by their names.
     command = [plan.toolkit.nvcc, "-shared", "-cudart", "static", *gencode(plan.archs), *map(str, objects)]
     command += [f"-L{plan.torch.folder / 'lib'}", "-Xlinker=--no-as-needed", "-ltorch_cpu", "-lc10"]
-    command += ["-Xlinker=--exclude-libs,ALL", "-ldl"]
+    # A symbol that nobody defines is an error here, not when a user's torch loads the library.
+    command += ["-Xlinker=--exclude-libs,ALL", "-Xlinker=-z,defs", "-ldl"]
     if os.environ.get("CXX"):
         command += ["-ccbin", os.environ["CXX"]]
     partial = library.with_suffix(".partial")

@@ -354,6 +354,19 @@ def test_files_of_one_architecture_are_compiled_for_it_alone(small_project):
     assert not any("sm90" in str(source) for source, *_ in kernels.compile_commands(without_hopper))
 
 
+def test_the_library_knows_which_kernel_folders_are_in_it(small_project):
+    facts = kernels.build_facts(small_project)
+    assert '#define FLA_KDA_ARCHS "80,90a"' in facts and "#define FLA_KDA_HAS_SM90 1" in facts
+    without_hopper = kernels.Plan(small_project.torch, small_project.toolkit, ("80", "86"))
+    assert "#define FLA_KDA_HAS_SM90 0" in kernels.build_facts(without_hopper)
+
+
+def test_an_undefined_symbol_fails_the_build_and_not_the_user(small_project, tmp_path):
+    (tmp_path / "csrc/api/info.cpp").write_text("void launch(); void call() { launch(); }\n")
+    with pytest.raises(kernels.BuildError, match=r"undefined reference to .launch"):
+        kernels.build(small_project, tmp_path / "libfla_kda.so")
+
+
 def test_a_file_that_does_not_compile_is_named(small_project, tmp_path):
     (tmp_path / "csrc/sm80/kernel.cu").write_text("__global__ void kernel(float* x) { nonsense; }\n")
     with pytest.raises(kernels.BuildError, match=r"nvcc failed on .*sm80/kernel\.cu"):
