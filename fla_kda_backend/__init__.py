@@ -11,11 +11,11 @@ public surface; everything heavy is imported when it is first used.
 """
 
 from fla_kda_backend import autoload
-from fla_kda_backend._version import __version__
 
 __all__ = ["__version__", "chunk_kda", "disable", "dispatch_counts", "enable", "last_dispatch", "status"]
 
 _HOMES = {
+    "__version__": "fla_kda_backend._version",
     "chunk_kda": "fla_kda_backend.interface",
     "disable": "fla_kda_backend.registration",
     "dispatch_counts": "fla_kda_backend.log",

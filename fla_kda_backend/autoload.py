@@ -6,9 +6,8 @@ as ever, and registers our backend right afterwards, before any model can bind F
 heavy and never raises, since an exception here would break `import torch`.
 """
 
+import os
 import sys
-
-from fla_kda_backend import switches
 
 FLA_KDA = "fla.ops.kda"
 
@@ -56,7 +55,7 @@ def install() -> None:
     Does nothing with `FLA_KDA_BACKEND=0`, after `disable()`, and when it has been called before.
     """
     try:
-        if not _kept_out and not switches.backend_is_off():
+        if not _kept_out and os.environ.get("FLA_KDA_BACKEND") != "0":
             add_hook()
     except Exception as problem:  # an exception here would break `import torch`
         _report(problem)

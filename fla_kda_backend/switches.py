@@ -1,5 +1,4 @@
-"""Which environment variables steer the package, and what do they say right now? Read at every call, so that they
-work at any time; imports nothing heavy, since `import torch` runs it."""
+"""Which environment variables steer the package, and what do they say? Read at every call: they work at any time."""
 
 import os
 

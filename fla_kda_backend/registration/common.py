@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fla_kda_backend import log, switches
+from fla_kda_backend.call import Call
 from fla_kda_backend.dispatch import Decision
 from fla_kda_backend.serve import Server
 
@@ -33,57 +34,53 @@ class Registration:
     is_in_force: Callable[[], bool]
 
 
+def _class(base: type, members: dict[str, Any], name: str = BACKEND_NAME) -> type:
+    """A backend class on FLA's `BaseBackend`, in force until `RegistryEntry.undo`."""
+
+    def is_enabled(cls) -> bool:
+        return cls.in_force and not switches.backend_is_off()
+
+    common = {
+        "backend_type": name,
+        "package_name": None,
+        "env_var": None,
+        "priority": PRIORITY,
+        "in_force": True,
+        "is_available": classmethod(lambda cls: True),
+        "is_enabled": classmethod(is_enabled),
+    }
+    return type("FlaKdaBackend", (base,), common | members)
+
+
 def backend_class(base: type, server: Server) -> type:
-    """Our backend for `chunk_kda`, on FLA's `BaseBackend`."""
+    """Our backend for `chunk_kda`."""
 
-    class FlaKdaBackend(base):
-        backend_type = BACKEND_NAME
-        package_name = None
-        env_var = None
-        priority = PRIORITY
+    def chunk_kda_verifier(self, *args, **kwargs) -> tuple[bool, str | None]:
+        return server.accepts(args, kwargs)
 
-        @classmethod
-        def is_available(cls) -> bool:
-            return True
+    def chunk_kda(self, *args, **kwargs) -> tuple:
+        return server.run(args, kwargs)
 
-        @classmethod
-        def is_enabled(cls) -> bool:
-            return not switches.backend_is_off()
-
-        def chunk_kda_verifier(self, *args, **kwargs) -> tuple[bool, str | None]:
-            return server.accepts(args, kwargs)
-
-        def chunk_kda(self, *args, **kwargs) -> tuple:
-            return server.run(args, kwargs)
-
-    return FlaKdaBackend
+    return _class(base, {"chunk_kda_verifier": chunk_kda_verifier, "chunk_kda": chunk_kda})
 
 
 def decode_backend_class(base: type) -> type:
-    """Our backend for `fused_recurrent_kda_fwd`, on FLA's `BaseBackend`: CPU tensors only."""
+    """Our backend for `fused_recurrent_kda_fwd`: CPU tensors only."""
 
-    class FlaKdaDecodeBackend(base):
-        backend_type = BACKEND_NAME
-        package_name = None
-        env_var = None
-        priority = PRIORITY
+    def fused_recurrent_kda_fwd_verifier(self, *args, **kwargs) -> tuple[bool, str | None]:
+        reason = declines_decode(args, kwargs)
+        return reason is None, reason
 
-        @classmethod
-        def is_available(cls) -> bool:
-            return True
+    def fused_recurrent_kda_fwd(self, *args, **kwargs) -> tuple:
+        return decode(args, kwargs)
 
-        @classmethod
-        def is_enabled(cls) -> bool:
-            return not switches.backend_is_off()
-
-        def fused_recurrent_kda_fwd_verifier(self, *args, **kwargs) -> tuple[bool, str | None]:
-            reason = declines_decode(args, kwargs)
-            return reason is None, reason
-
-        def fused_recurrent_kda_fwd(self, *args, **kwargs) -> tuple:
-            return decode(args, kwargs)
-
-    return FlaKdaDecodeBackend
+    return _class(
+        base,
+        {
+            "fused_recurrent_kda_fwd_verifier": fused_recurrent_kda_fwd_verifier,
+            "fused_recurrent_kda_fwd": fused_recurrent_kda_fwd,
+        },
+    )
 
 
 def declines_decode(args: tuple, kwargs: dict[str, Any]) -> str | None:
@@ -100,7 +97,9 @@ def decode(args: tuple, kwargs: dict[str, Any]) -> tuple:
     """Serve a decode call that was not declined."""
     from fla_kda_backend import reference
 
-    log.record("fused_recurrent_kda", Decision("reference"), None)
+    described = {name: x for name, x in kwargs.items() if name in Call.__slots__}
+    facts = log.facts_of(Call(**described)) if "q" in described and not args else None
+    log.record("fused_recurrent_kda", Decision("reference"), facts)
     return reference.fused_recurrent_kda_fwd(*args, **kwargs)
 
 
@@ -126,17 +125,8 @@ def witness_class(base: type, function_name: str) -> type:
     def answer(self, *args, **kwargs):
         raise _Consulted
 
-    members = {
-        "backend_type": f"{BACKEND_NAME}_witness",
-        "package_name": None,
-        "env_var": None,
-        "priority": PRIORITY,
-        "is_available": classmethod(lambda cls: True),
-        "is_enabled": classmethod(lambda cls: True),
-        f"{function_name}_verifier": verifier,
-        function_name: answer,
-    }
-    return type("FlaKdaBackendWitness", (base,), members)
+    members = {f"{function_name}_verifier": verifier, function_name: answer}
+    return _class(base, members, name=f"{BACKEND_NAME}_witness")
 
 
 def is_consulted(function: Callable) -> bool:
@@ -151,26 +141,33 @@ def is_consulted(function: Callable) -> bool:
 
 
 class RegistryEntry:
-    """One backend in one of FLA's registries, and what it replaced. Registering is public in FLA, taking out is not."""
+    """One of our backends in one of FLA's registries.
 
-    def __init__(self, registry: Any, backend: Any):
-        self.registry, self.backend = registry, backend
-        self.before = registry._backends.get(backend.backend_type)
+    Registering is public in FLA (`register` gets the class), taking out is not: it goes through the registry's own
+    table where there is one of the known form, and the class is disabled from then on in any case.
+    """
+
+    def __init__(self, backend: type, register: Callable[[type], Any], registry: Any):
+        self.backend, self.registry = backend, registry
+        self.table = getattr(registry, "_backends", {})
+        self.before = self.table.get(backend.backend_type)
         self.active_before = getattr(registry, "_active", None)
-        registry.register(backend)
+        register(backend)
 
     def is_in_force(self) -> bool:
-        return self.registry._backends.get(self.backend.backend_type) is self.backend
+        return self.backend.in_force
 
     def undo(self) -> None:
-        if not self.is_in_force():
-            return
-        if self.before is None:
-            del self.registry._backends[self.backend.backend_type]
-        else:
-            self.registry._backends[self.backend.backend_type] = self.before
-        if getattr(self.registry, "_active", None) is self.backend:
-            self.registry._active = self.active_before
-        # FLA notes in `_logged` which backends it has reported already, ours under its name.
+        self.backend.in_force = False
         name = self.backend.backend_type
-        self.registry._logged = {key for key in self.registry._logged if name not in key.split(":")}
+        if not isinstance(self.table.get(name), self.backend):
+            return
+        if isinstance(getattr(self.registry, "_active", None), self.backend):
+            self.registry._active = self.active_before
+        if self.before is None:
+            del self.table[name]
+        else:
+            self.table[name] = self.before
+        # FLA notes in `_logged` which backends it has reported already, ours under its name.
+        logged = getattr(self.registry, "_logged", set())
+        logged -= {key for key in logged if name in key.split(":")}

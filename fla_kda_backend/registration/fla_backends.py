@@ -28,22 +28,31 @@ def register() -> Registration | None:
     """Register, or return None where there is no such registry or `chunk_kda` does not ask it."""
     try:
         backends = import_module(MODULE)
-        base = backends.BaseBackend
+        base, register_with = backends.BaseBackend, backends.register
     except (ImportError, AttributeError):
         return None
     chunk_kda = import_module("fla.ops.kda.chunk").chunk_kda
-    registry = _registry_of(backends, chunk_kda)
-    if registry is None or not _asks(base, registry, chunk_kda):
-        return None
-    backend = backend_class(base, Server(Signature.of(chunk_kda)))()
-
     decode = getattr(import_module("fla.ops.kda.fused_recurrent"), "fused_recurrent_kda_fwd", None)
-    inner_registry = getattr(backends, "_operation_registries", {}).get("kda")
-    decodes = decode is not None and inner_registry is not None and _asks(base, inner_registry, decode)
 
-    entries = [RegistryEntry(registry, backend)]
+    def enter(backend: type, entry_point: Any) -> RegistryEntry:
+        return RegistryEntry(backend, register_with(entry_point), _registry(backends, entry_point))
+
+    def is_asked(function: Any, entry_point: Any) -> bool:
+        try:
+            witness = enter(witness_class(base, function.__name__), entry_point)
+        except (AttributeError, KeyError):  # there is no such function, or no registry for it
+            return False
+        try:
+            return is_consulted(function)
+        finally:
+            witness.undo()
+
+    if not is_asked(chunk_kda, chunk_kda):
+        return None
+    decodes = is_asked(decode, "kda")
+    entries = [enter(backend_class(base, Server(Signature.of(chunk_kda))), chunk_kda)]
     if decodes:
-        entries.append(RegistryEntry(inner_registry, decode_backend_class(base)()))
+        entries.append(enter(decode_backend_class(base), "kda"))
 
     def undo() -> None:
         for entry in entries:
@@ -56,13 +65,8 @@ def register() -> Registration | None:
     return Registration(WAY, decodes=decodes, undo=undo, is_in_force=is_in_force)
 
 
-def _registry_of(backends: ModuleType, function: Any) -> Any:
-    return getattr(backends, "_function_registries", {}).get(inspect.unwrap(function))
-
-
-def _asks(base: type, registry: Any, function: Any) -> bool:
-    witness = RegistryEntry(registry, witness_class(base, function.__name__)())
-    try:
-        return is_consulted(function)
-    finally:
-        witness.undo()
+def _registry(backends: ModuleType, entry_point: Any) -> Any:
+    """The registry behind an entry point, which FLA keeps to itself; None where it is kept differently."""
+    if isinstance(entry_point, str):
+        return getattr(backends, "_operation_registries", {}).get(entry_point)
+    return getattr(backends, "_function_registries", {}).get(inspect.unwrap(entry_point))

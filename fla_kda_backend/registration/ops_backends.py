@@ -27,13 +27,17 @@ def register() -> Registration | None:
     except (ImportError, AttributeError):
         return None
     chunk_kda = import_module("fla.ops.kda.chunk").chunk_kda
-    witness = RegistryEntry(registry, witness_class(base, "chunk_kda")())
+
+    def register_class(backend: type) -> None:
+        registry.register(backend())
+
+    witness = RegistryEntry(witness_class(base, "chunk_kda"), register_class, registry)
     try:
         if not is_consulted(chunk_kda):
             return None
     finally:
         witness.undo()
-    entry = RegistryEntry(registry, backend_class(base, Server(Signature.of(chunk_kda)))())
+    entry = RegistryEntry(backend_class(base, Server(Signature.of(chunk_kda))), register_class, registry)
 
     def is_in_force() -> bool:
         module = sys.modules.get("fla.ops.kda.chunk")
