@@ -23,13 +23,24 @@ from typing import NamedTuple
 
 import torch
 
+from fla_kda_backend import switches
 from fla_kda_backend.call import Call
 
 # The name of each path in the log, in order of preference.
-PATH_LABELS = {"portable": "FlashKDA portable", "reference": "torch reference", "triton": "Triton"}
+PATH_LABELS = {
+    "hopper": "FlashKDA Hopper",
+    "portable": "FlashKDA portable",
+    "reference": "torch reference",
+    "triton": "Triton",
+}
 SERVED_BY_US = frozenset(PATH_LABELS) - {"triton"}
 
 CUDA_HEAD_DIM = 128
+# The kernels of a GPU; "hopper" needs a library built for that architecture.
+CUDA_PATHS = ("hopper", "portable")
+HOPPER_ARCH = "90a"
+# A block of the grid for each sequence and head, some to spare for what else a launch does.
+MAX_SEQUENCES_TIMES_HEADS = 2**31 - 1024
 FLA_MAX_KEY_DIM = 256
 FLA_CHUNK_SIZES = (32, 64)
 SAFE_GATE_BOUND = -5.0
@@ -402,6 +413,12 @@ def cuda_lower_bound(call: Call, dims: Dims) -> str | None:
         return f"lower_bound {call.lower_bound} is outside [-5, 0)"
 
 
+def cuda_sizes(call: Call, dims: Dims) -> str | None:
+    sequences = dims.B if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+    if sequences * dims.HV >= MAX_SEQUENCES_TIMES_HEADS:
+        return f"{sequences} sequences of HV={dims.HV} heads are more than one launch can hold"
+
+
 def cuda_results(call: Call, dims: Dims) -> str | None:
     if call.return_intermediate_states:
         return "return_intermediate_states is not supported on CUDA yet"
@@ -431,14 +448,26 @@ FLA_REFUSES = (
 FLA_REFUSES_LATE = (fla_graph_sequences, fla_intermediate_states)
 NOT_OURS = (context_parallel, sequences_on_the_host_alone)
 MALFORMED = (values_fit_queries, sequences_are_well_formed, state_fits, gate_parameters_fit, one_device)
+CUDA_CANNOT_HOLD = (cuda_sizes,)
 CPU_DOES_NOT = (cpu_dtypes, cpu_sequence_values)
 
 _REFERENCE = Decision("reference")
 
 
-@lru_cache(maxsize=None)
-def _portable(arch: str) -> Decision:
-    return Decision("portable", arch=arch)
+@lru_cache(maxsize=64)
+def _cuda_decision(arch: str, forced: str) -> Decision:
+    """Which kernel runs a call that the rules let through, on the built architecture of its device.
+
+    The Hopper kernel is the faster one wherever it runs. `forced` is the value of `FLA_KDA_FORCE`, "" for none.
+    """
+    path = "hopper" if arch == HOPPER_ARCH else "portable"
+    if forced in ("", path, "portable"):
+        return Decision(forced or path, arch=arch)
+    if forced == "hopper":
+        return Decision("triton", f"FLA_KDA_FORCE=hopper, but sm_{arch} has the portable kernel alone")
+    if forced == "triton":
+        return Decision("triton", "FLA_KDA_FORCE=triton")
+    return Decision("triton", f"FLA_KDA_FORCE={forced} is none of {', '.join(CUDA_PATHS)}, triton")
 
 
 def decide(call: Call) -> Decision:
@@ -461,11 +490,11 @@ def _decide_cuda(call: Call, dims: Dims, device: DeviceFacts) -> Decision:
     arch, reason = library_for(device.capability)
     if arch is None:
         return Decision("triton", reason)
-    for rules in (CUDA_DOES_NOT, FLA_REFUSES, NOT_OURS, MALFORMED, FLA_REFUSES_LATE):
+    for rules in (CUDA_DOES_NOT, FLA_REFUSES, NOT_OURS, MALFORMED, FLA_REFUSES_LATE, CUDA_CANNOT_HOLD):
         reason = _first(rules, call, dims)
         if reason is not None:
             return Decision("triton", reason)
-    return _portable(arch)
+    return _cuda_decision(arch, switches.forced_path())
 
 
 def _decide_cpu(call: Call, dims: Dims) -> Decision:

@@ -15,6 +15,8 @@ from .call import Call
 _LIBRARY_FOLDER = Path(__file__).parent / "_C"
 # The operator reads these inputs in 16-byte pieces.
 _ALIGNMENT = 16
+# Paths that end in the operator, and the numbers that it knows them by.
+KERNELS = {"portable": 0, "hopper": 1}
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class LibraryInfo:
 def _load() -> tuple[LibraryInfo | None, str | None]:
     candidates = sorted(_LIBRARY_FOLDER.glob("*.so"))
     if not candidates:
-        return None, "the package was installed without compiled kernels (no nvcc when it was built)"
+        note = _LIBRARY_FOLDER / "no_kernels.txt"  # the build's own words
+        reason = note.read_text().strip() if note.exists() else "nothing was built"
+        return None, f"the package was installed without compiled kernels: {reason}"
     path = str(candidates[0])
     try:
         torch.ops.load_library(path)
@@ -61,11 +65,12 @@ def _packed(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
 
 
-def chunk_kda_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
+def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs an accepted call on the CUDA kernels, on the tensors' device and that device's current stream.
 
     Args:
         call: a call that the dispatcher accepted: K = V = 128, q, k, v bfloat16, g and beta bfloat16 or float32, no gradients.
+        path: the kernel that the dispatcher chose, a key of `KERNELS`.
 
     Returns:
         o [B, T, HV, V] in q's dtype, and final_state [N, HV, K, V] ([N, HV, V, K] if ``call.state_v_first``) float32, or None.
@@ -96,5 +101,6 @@ def chunk_kda_forward(call: Call) -> tuple[torch.Tensor, torch.Tensor | None]:
         call.lower_bound,
         (2 if call.allow_neg_eigval else 1) if call.use_beta_sigmoid_in_kernel else 0,
         call.state_v_first,
+        KERNELS[path],
     )
     return o, final_state

@@ -15,17 +15,20 @@ import torch
 
 from fla_kda_backend import log, switches
 from fla_kda_backend.call import Call, NotBindable, Signature
-from fla_kda_backend.dispatch import SERVED_BY_US, Decision, decide, fla_refuses
+from fla_kda_backend.dispatch import CUDA_PATHS, SERVED_BY_US, Decision, decide, fla_refuses
 
 
 class StrictModeError(RuntimeError):
     """`FLA_KDA_STRICT=1` is set and a call would have fallen back to FLA's Triton kernels."""
 
 
-def _run_portable(call: Call) -> tuple:
-    from fla_kda_backend import ops
+def _run_cuda(path: str) -> Callable[[Call], tuple]:
+    def run(call: Call) -> tuple:
+        from fla_kda_backend import ops
 
-    return ops.chunk_kda_forward(call)
+        return ops.chunk_kda_forward(call, path)
+
+    return run
 
 
 def _run_reference(call: Call) -> tuple:
@@ -38,7 +41,7 @@ def _run_reference(call: Call) -> tuple:
 
 
 # What each path that we serve runs.
-RUNNERS: dict[str, Callable[[Call], tuple]] = {"portable": _run_portable, "reference": _run_reference}
+RUNNERS: dict[str, Callable[[Call], tuple]] = {path: _run_cuda(path) for path in CUDA_PATHS} | {"reference": _run_reference}
 assert RUNNERS.keys() == SERVED_BY_US
 
 

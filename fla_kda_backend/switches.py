@@ -6,6 +6,7 @@ VARIABLES = (
     "FLA_KDA_BACKEND",
     "FLA_KDA_LOG",
     "FLA_KDA_STRICT",
+    "FLA_KDA_FORCE",
     "FLA_DISABLE_BACKEND_DISPATCH",
     "FLA_KDA_CUDA_ARCHS",
     "TORCH_DEVICE_BACKEND_AUTOLOAD",
@@ -38,3 +39,8 @@ def fla_dispatch_is_off() -> bool:
 def is_strict() -> bool:
     """`FLA_KDA_STRICT=1`: a call that would fall back to Triton raises."""
     return read("FLA_KDA_STRICT") not in ("", "0")
+
+
+def forced_path() -> str:
+    """`FLA_KDA_FORCE=portable|hopper|triton`: which path serves GPU calls, for experiments and bug reports; "" for none."""
+    return read("FLA_KDA_FORCE")

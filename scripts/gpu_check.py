@@ -3,8 +3,8 @@
     python scripts/gpu_check.py [--json PATH] [--parity-json PATH] [--minutes 9.5]
     python scripts/gpu_check.py --source-hash        the hash of csrc/ and the package; needs no torch
 
-Runs tests/gpu, file by file as groups of one pytest run, then the full comparison of scripts/parity.py, in one
-process. The record is {source_sha256, gpu, versions, groups: {name: {passed, failed, skipped}}, seconds, complete};
+Runs tests/gpu once for each kernel that runs on the GPU, file by file as groups, then the full comparison of
+scripts/parity.py, in one process. The record is {source_sha256, gpu, versions, groups: {name: {passed, failed, skipped}}, seconds, complete};
 it is rewritten after each group, so that a run that is cut short leaves what it had. Exits with 1 when anything
 failed.
 """
@@ -65,12 +65,12 @@ def versions() -> dict:
 class GroupCounter:
     """A pytest plugin that counts outcomes per test file and reports after each."""
 
-    def __init__(self, record: "Record"):
-        self.record = record
+    def __init__(self, record: "Record", path: str):
+        self.record, self.path = record, path
         self.current = None
 
     def pytest_runtest_logreport(self, report):
-        group = Path(report.nodeid.split("::")[0]).stem
+        group = f"{self.path}/{Path(report.nodeid.split('::')[0]).stem}"
         if group != self.current:
             self.record.start(group)
             self.current = group
@@ -133,6 +133,8 @@ def main() -> int:
     import pytest
     import torch
 
+    from tests.kdakit.run import environment, kernel_paths
+
     problem = parity.why_not_here()
     if problem is not None:
         print(f"gpu_check: {problem}", file=sys.stderr)
@@ -142,9 +144,11 @@ def main() -> int:
     print(json.dumps(facts, indent=2), flush=True)
     record = Record(options.json, facts)
     arguments = [str(ROOT / "tests" / "gpu"), "-q", "--tb=short", "--no-header", "-p", "no:cacheprovider"]
-    status = pytest.main([*arguments, f"--rootdir={ROOT}"], plugins=[GroupCounter(record)])
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        record.add("collection", "failed")
+    for path in kernel_paths():
+        with environment("FLA_KDA_FORCE", path):
+            status = pytest.main([*arguments, f"--rootdir={ROOT}"], plugins=[GroupCounter(record, path)])
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            record.add("collection", "failed")
 
     record.start("parity")
     parity_json = options.parity_json or options.json.with_name("parity.json")
@@ -159,7 +163,7 @@ def main() -> int:
         record.add("accuracy", "passed" if row["passed"] else "failed")
     record.write(complete=True)
     for name, counts in record.groups.items():
-        print(f"{name:20s} {counts['passed']:5d} passed {counts['failed']:4d} failed {counts['skipped']:4d} skipped")
+        print(f"{name:28s} {counts['passed']:5d} passed {counts['failed']:4d} failed {counts['skipped']:4d} skipped")
     print(f"{record.seconds():.0f} s, written to {options.json} and {parity_json}")
     return 1 if record.failed() else 0
 

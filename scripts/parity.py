@@ -29,7 +29,7 @@ import torch  # noqa: E402
 
 import fla_kda_backend  # noqa: E402
 from tests.kdakit import accuracy, cases, compare  # noqa: E402
-from tests.kdakit.run import PORTABLE, run_exactly, run_on_fla, run_on_kernels  # noqa: E402
+from tests.kdakit.run import environment, kernel_paths, run_exactly, run_on_fla, run_on_kernels  # noqa: E402
 
 DEVICE = "cuda"
 TOKENS, HEADS = 256, 2
@@ -86,29 +86,35 @@ def errors_of(result: tuple, exact: tuple, covered: int) -> tuple[float, float |
     return compare.relative_l2(o[:, :covered], exact_o[:, :covered]), error_state
 
 
-def compare_case(case: cases.Case, heads: int, tokens: int, fla: Fla | None) -> dict:
-    """One row: our kernels, and FLA's where `fla` is given, against the recurrence."""
+def compare_case(case: cases.Case, heads: int, tokens: int, fla: Fla | None) -> list[dict]:
+    """A row for each of our kernels, with FLA beside it where `fla` is given, against the recurrence."""
     call = cases.build(case, tokens=tokens, heads=heads, device=DEVICE, seed=zlib.crc32(str(case).encode()))
-    compare.poison_cuda_memory(DEVICE, megabytes=64)
-    row = {"caller": case.caller.name, "layout": case.layout, "gate": case.gate, "heads": heads, "tokens": tokens}
     exact = run_exactly(call.judge)
-    try:
-        result = run_on_kernels(call.arguments)
-    except Exception as error:
-        row |= {"path": fla_kda_backend.last_dispatch().path, "error_o": None, "error_state": None, "passed": False}
-        print(f"{case}: {error}", flush=True)
-    else:
-        tolerance = compare.tolerance_for(case.layout, case.gate)
-        error_o, error_state = errors_of(result, exact, call.covered)
-        passed = error_o <= tolerance.o and (error_state is None or error_state <= tolerance.state)
-        passed = passed and not result[0][:, call.covered :].any().item()
-        row |= {"path": PORTABLE, "error_o": error_o, "error_state": error_state, "passed": passed}
-    row |= {"fla_path": None, "fla_error_o": None, "fla_error_state": None}
+    facts = {"caller": case.caller.name, "layout": case.layout, "gate": case.gate, "heads": heads, "tokens": tokens}
+    fla_side = {"fla_path": None, "fla_error_o": None, "fla_error_state": None}
     reference = fla.run(call.arguments, str(case)) if fla is not None else None
     if reference is not None:
         fla_o, fla_state = errors_of(reference, exact, call.covered)
-        row |= {"fla_path": "triton", "fla_error_o": fla_o, "fla_error_state": fla_state}
-    return {name: finite(value) for name, value in row.items()}
+        fla_side = {"fla_path": "triton", "fla_error_o": fla_o, "fla_error_state": fla_state}
+    rows = [facts | compare_path(case, call, exact, path) | fla_side for path in kernel_paths()]
+    return [{name: finite(value) for name, value in row.items()} for row in rows]
+
+
+def compare_path(case: cases.Case, call: cases.BuiltCall, exact: tuple, path: str) -> dict:
+    """What one of our kernels makes of a call: the path that ran, its errors, and whether they are within bounds."""
+    compare.poison_cuda_memory(DEVICE, megabytes=64)
+    try:
+        with environment("FLA_KDA_FORCE", path):
+            result = run_on_kernels(call.arguments, path)
+    except Exception as error:
+        print(f"{case} on {path}: {error}", flush=True)
+        ran = fla_kda_backend.last_dispatch().path
+        return {"path": ran, "error_o": None, "error_state": None, "passed": False}
+    tolerance = compare.tolerance_for(case.layout, case.gate)
+    error_o, error_state = errors_of(result, exact, call.covered)
+    passed = error_o <= tolerance.o and (error_state is None or error_state <= tolerance.state)
+    passed = passed and not result[0][:, call.covered :].any().item()
+    return {"path": path, "error_o": error_o, "error_state": error_state, "passed": passed}
 
 
 def finite(value):
@@ -128,24 +134,25 @@ def compare_accuracy(fla: Fla | None) -> list[dict]:
         wide = accuracy.inputs(regime, heads=FLA_HEADS, device=DEVICE)
         arguments = accuracy.first_heads(wide, accuracy.HEADS)
         exact_o, exact_state = run_exactly(cases.judge_arguments(arguments))
-        o, state = run_on_kernels(arguments)
-        row = {"regime": regime, "path": PORTABLE, "bf16_rounding": compare.relative_l2(exact_o.bfloat16(), exact_o)}
-        row |= {"error_o": compare.relative_l2(o, exact_o), "error_state": compare.relative_l2(state, exact_state)}
-        row |= {"fla_error_o": None, "fla_error_state": None}
+        fla_errors = (None, None)
         reference = fla.run(wide, f"the accuracy table, {regime}") if fla is not None else None
         if reference is not None:
             fla_o, fla_state = reference[0][:, :, : accuracy.HEADS], reference[1][:, : accuracy.HEADS]
-            row["fla_error_o"] = compare.relative_l2(fla_o, exact_o)
-            row["fla_error_state"] = compare.relative_l2(fla_state, exact_state)
+            fla_errors = (compare.relative_l2(fla_o, exact_o), compare.relative_l2(fla_state, exact_state))
         goal = compare.ACCURACY_GOALS.get(regime)
         if goal is not None:
-            row |= {"goal_o": goal.o, "goal_state": goal.state}
-        elif reference is not None:  # no worse than FLA
-            row |= {"goal_o": row["fla_error_o"], "goal_state": row["fla_error_state"]}
-        else:
-            row |= {"goal_o": compare.CUDA_FORWARD.o, "goal_state": compare.CUDA_FORWARD.state}
-        row["passed"] = row["error_o"] <= row["goal_o"] and row["error_state"] <= row["goal_state"]
-        rows.append({name: finite(value) for name, value in row.items()})
+            goals = (goal.o, goal.state)
+        else:  # no worse than FLA
+            goals = fla_errors if reference is not None else (compare.CUDA_FORWARD.o, compare.CUDA_FORWARD.state)
+        for path in kernel_paths():
+            with environment("FLA_KDA_FORCE", path):
+                o, state = run_on_kernels(arguments, path)
+            error_o, error_state = compare.relative_l2(o, exact_o), compare.relative_l2(state, exact_state)
+            row = {"regime": regime, "path": path, "bf16_rounding": compare.relative_l2(exact_o.bfloat16(), exact_o)}
+            row |= {"error_o": error_o, "error_state": error_state}
+            row |= {"fla_error_o": fla_errors[0], "fla_error_state": fla_errors[1], "goal_o": goals[0], "goal_state": goals[1]}
+            row["passed"] = error_o <= goals[0] and error_state <= goals[1]
+            rows.append({name: finite(value) for name, value in row.items()})
     return rows
 
 
@@ -154,13 +161,13 @@ def compare_all(deadline: float, quick: bool = False, fla_scope: str = "some") -
     chosen = list(cases.quick_cases() if quick else cases.all_cases())
     rows, began = [], time.monotonic()
     for index, case in enumerate(chosen, 1):
-        rows.append(compare_case(case, HEADS, TOKENS, None))
+        rows += compare_case(case, HEADS, TOKENS, None)
         if index % 100 == 0 or index == len(chosen):
             print(f"{index} of {len(chosen)} cases, {time.monotonic() - began:.0f} s", flush=True)
     for name in cases.LONG_CONTEXT_CALLERS:
         case = cases.Case(cases.caller(name), "dense", "trained")
-        rows.append(compare_case(case, heads=4, tokens=4096 if quick else 32768, fla=None))
-        rows[-1]["caller"] = f"12-long-context ({name})"
+        long = compare_case(case, heads=4, tokens=4096 if quick else 32768, fla=None)
+        rows += [row | {"caller": f"12-long-context ({name})"} for row in long]
     print(f"long context, {time.monotonic() - began:.0f} s", flush=True)
 
     fla = Fla(deadline, enabled=fla_scope != "none")
@@ -169,7 +176,7 @@ def compare_all(deadline: float, quick: bool = False, fla_scope: str = "some") -
         some = [cases.Case(cases.caller(name), "dense-tail", gate) for name in FLA_SOME for gate in FLA_GATES]
         everything = cases.all_cases(layouts=("dense-tail", "varlen"), gates=FLA_GATES)
         for case in some if fla_scope == "some" else everything:
-            rows.append(compare_case(case, FLA_HEADS, FLA_TOKENS, fla))
+            rows += compare_case(case, FLA_HEADS, FLA_TOKENS, fla)
         print(f"comparison with FLA, {time.monotonic() - began:.0f} s", flush=True)
     return rows, table
 
@@ -189,7 +196,7 @@ def print_tables(rows: list[dict], table: list[dict]) -> None:
     """The worst row of each caller and layout, every failed row, FLA's side, and the accuracy table."""
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        groups.setdefault((row["caller"], row["layout"], row["heads"]), []).append(row)
+        groups.setdefault((row["caller"], row["layout"], row["heads"], row["path"]), []).append(row)
 
     def worst(group, name):
         values = [row[name] for row in group if row[name] is not None]
@@ -198,22 +205,21 @@ def print_tables(rows: list[dict], table: list[dict]) -> None:
     print("\nlargest relative L2 error against the fp64 recurrence over the gate regimes")
     numbers = " ".join(f"{title:>8s}" for title in ("o", "state", "FLA o", "FLA S"))
     print(f"{'caller':36s} {'layout':17s} {'H':>3s} {'path':9s} {numbers} passed")
-    for (caller, layout, heads), group in groups.items():
-        paths = ",".join(sorted({row["path"] for row in group}))
+    for (caller, layout, heads, path), group in groups.items():
         numbers = [show(worst(group, name)) for name in ("error_o", "error_state", "fla_error_o", "fla_error_state")]
         passed = sum(row["passed"] for row in group)
         columns = " ".join(f"{number:>8s}" for number in numbers)
-        print(f"{caller:36s} {layout:17s} {heads:3d} {paths:9s} {columns} {passed}/{len(group)}")
+        print(f"{caller:36s} {layout:17s} {heads:3d} {path:9s} {columns} {passed}/{len(group)}")
     for row in rows:
         if not row["passed"]:
             print(f"FAILED {row}")
 
     print(f"\naccuracy, T={accuracy.TOKENS} H={accuracy.HEADS}, random state: o / state")
-    print(f"{'gates':12s} {'bf16':>8s} {'FLA Triton':>19s} {'ours':>19s} {'goal':>19s} met")
+    print(f"{'gates':12s} {'path':9s} {'bf16':>8s} {'FLA Triton':>19s} {'ours':>19s} {'goal':>19s} met")
     for row in table:
         pairs = [f"{show(row[f'{side}_o'])} / {show(row[f'{side}_state'])}" for side in ("fla_error", "error", "goal")]
         columns = " ".join(f"{pair:>19s}" for pair in pairs)
-        print(f"{row['regime']:12s} {show(row['bf16_rounding']):>8s} {columns} {'yes' if row['passed'] else 'NO'}")
+        print(f"{row['regime']:12s} {row['path']:9s} {show(row['bf16_rounding']):>8s} {columns} {'yes' if row['passed'] else 'NO'}")
     failed = sum(not row["passed"] for row in rows + table)
     print(f"\n{len(rows) + len(table) - failed} passed, {failed} failed", flush=True)
 

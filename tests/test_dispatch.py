@@ -53,7 +53,7 @@ def gpu(monkeypatch):
 
 
 CPU, GPU = "cpu", "meta"
-OURS = {CPU: Decision("reference"), GPU: Decision("portable", arch="90a")}
+OURS = {CPU: Decision("reference"), GPU: Decision("hopper", arch="90a")}
 
 
 @pytest.fixture(params=[CPU, GPU])
@@ -464,11 +464,53 @@ def test_kernels_of_another_architecture_are_not_launched(library):
 
 def test_kernels_of_the_devices_architecture_are_launched(library):
     library(SimpleNamespace(archs=("80", "90a")))
-    assert decide(call_on(GPU)) == Decision("portable", arch="90a")
+    assert decide(call_on(GPU)) == Decision("hopper", arch="90a")
+
+
+@pytest.mark.parametrize("archs, capability, arch", [(("80", "90a"), (8, 6), "80"), (("80", "120a"), (12, 0), "120a")])
+def test_other_gpus_get_the_portable_kernel(monkeypatch, library, archs, capability, arch):
+    library(SimpleNamespace(archs=archs))
+    monkeypatch.setattr(dispatch, "device_facts", lambda device: DeviceFacts("cuda", capability))
+    assert decide(call_on(GPU)) == Decision("portable", arch=arch)
+
+
+@pytest.mark.parametrize(
+    "forced, arch, decision",
+    [
+        ("hopper", "90a", Decision("hopper", arch="90a")),
+        ("portable", "90a", Decision("portable", arch="90a")),
+        ("portable", "80", Decision("portable", arch="80")),
+        ("hopper", "80", Decision("triton", "FLA_KDA_FORCE=hopper, but sm_80 has the portable kernel alone")),
+        ("triton", "90a", Decision("triton", "FLA_KDA_FORCE=triton")),
+        ("fastest", "90a", Decision("triton", "FLA_KDA_FORCE=fastest is none of hopper, portable, triton")),
+    ],
+)
+def test_a_path_can_be_forced_on_a_gpu(gpu, monkeypatch, forced, arch, decision):
+    monkeypatch.setattr(dispatch, "library_for", lambda capability: (arch, ""))
+    monkeypatch.setenv("FLA_KDA_FORCE", forced)
+    assert decide(call_on(GPU)) == decision
+
+
+def test_a_forced_path_of_a_gpu_leaves_cpu_tensors_alone(monkeypatch):
+    monkeypatch.setenv("FLA_KDA_FORCE", "triton")
+    assert decide(call_on(CPU)) == OURS[CPU]
+
+
+def test_forcing_a_path_does_not_serve_a_call_that_the_rules_decline(gpu, monkeypatch):
+    monkeypatch.setenv("FLA_KDA_FORCE", "hopper")
+    assert decide(call_on(GPU, K=64)).path == "triton"
+
+
+def test_more_sequences_times_heads_than_a_grid_holds_are_declined(gpu, monkeypatch):
+    monkeypatch.setattr(dispatch, "MAX_SEQUENCES_TIMES_HEADS", 12)
+    assert decide(packed_on(GPU, (0, 2, 6), initial_state=None)) == OURS[GPU]
+    decision = decide(packed_on(GPU, (0, 2, 4, 6), initial_state=None))
+    assert decision == Decision("triton", "3 sequences of HV=4 heads are more than one launch can hold")
 
 
 def test_every_path_has_a_label():
     assert dispatch.PATH_LABELS == {
+        "hopper": "FlashKDA Hopper",
         "portable": "FlashKDA portable",
         "reference": "torch reference",
         "triton": "Triton",

@@ -74,7 +74,7 @@ def test_record_counts_outcomes_by_file_and_survives_being_cut_short(tmp_path):
     program = (
         "import sys, pytest; sys.path.insert(0, sys.argv[1]); import gpu_check; from pathlib import Path\n"
         "record = gpu_check.Record(Path('record.json'), {'source_sha256': 'x', 'gpu': 'y', 'versions': {}})\n"
-        "pytest.main(['-q', '-p', 'no:cacheprovider', '.'], plugins=[gpu_check.GroupCounter(record)])\n"
+        "pytest.main(['-q', '-p', 'no:cacheprovider', '.'], plugins=[gpu_check.GroupCounter(record, 'hopper')])\n"
         "assert record.failed()"
     )
     done = subprocess.run([sys.executable, "-c", program, SCRIPT.parent], cwd=tmp_path, capture_output=True, text=True)
@@ -82,7 +82,7 @@ def test_record_counts_outcomes_by_file_and_survives_being_cut_short(tmp_path):
 
     record = json.loads((tmp_path / "record.json").read_text())  # written when the second file began
     assert record["complete"] is False
-    assert record["groups"]["test_one"] == {"passed": 1, "failed": 2, "skipped": 1}
+    assert record["groups"]["hopper/test_one"] == {"passed": 1, "failed": 2, "skipped": 1}
     assert set(record) == {"source_sha256", "gpu", "versions", "groups", "seconds", "complete"}
 
 

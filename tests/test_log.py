@@ -140,13 +140,13 @@ def test_no_call_fails_for_want_of_a_stderr(monkeypatch, tmp_path, stderr):
 
 def test_programs_see_the_same_facts():
     assert fla_kda_backend.last_dispatch() is None
-    assert fla_kda_backend.dispatch_counts() == {"portable": 0, "reference": 0, "triton": 0}
+    assert fla_kda_backend.dispatch_counts() == {"hopper": 0, "portable": 0, "reference": 0, "triton": 0}
     record(call_on(CPU))
     record(call_on(CPU), Decision("triton", "a reason"))
     latest = fla_kda_backend.last_dispatch()
     assert (latest.path, latest.reason, latest.B, latest.HV, latest.gate) == ("triton", "a reason", 2, 4, "bounded")
-    assert fla_kda_backend.dispatch_counts() == {"portable": 0, "reference": 1, "triton": 1}
-    assert fla_kda_backend.dispatch_counts("fused_recurrent_kda") == {"portable": 0, "reference": 0, "triton": 0}
+    assert fla_kda_backend.dispatch_counts() == {"hopper": 0, "portable": 0, "reference": 1, "triton": 1}
+    assert fla_kda_backend.dispatch_counts("fused_recurrent_kda") == {"hopper": 0, "portable": 0, "reference": 0, "triton": 0}
 
 
 def test_no_tensor_is_kept_alive():

@@ -214,7 +214,7 @@ def test_every_version_is_served_with_no_change_to_the_users_code(version):
 
 def assert_all_forms_are_served_correctly(facts: dict) -> None:
     assert set(facts["paths"].values()) == {"reference"} and "fla.layers.kda" in facts["paths"]
-    assert facts["counts"] == {"portable": 0, "reference": len(facts["paths"]) + 2, "triton": 0}
+    assert facts["counts"] == {"hopper": 0, "portable": 0, "reference": len(facts["paths"]) + 2, "triton": 0}
     for form, (o, state) in facts["errors"].items():
         assert o < TOLERANCE and state < TOLERANCE, f"{form}: {o}, {state}"
     assert facts["h"] == [1, 2, 2, 32, 16]
@@ -264,7 +264,7 @@ def test_what_fla_refuses_it_still_refuses_with_its_own_error_strict_or_not(vers
     assert facts["with_us"] == facts["without_us"] == facts["strict"]
     kinds = {error.split(":")[0] for error in facts["with_us"].values()}
     assert kinds == {"AssertionError", "TypeError", "ValueError"}
-    assert facts["refused_counts"] == {"portable": 0, "reference": 0, "triton": 2 * len(facts["with_us"])}
+    assert facts["refused_counts"] == {"hopper": 0, "portable": 0, "reference": 0, "triton": 2 * len(facts["with_us"])}
     assert facts["strict_unknown"].startswith("StrictModeError: FLA_KDA_STRICT=1") and "foo" in facts["strict_unknown"]
 
 
@@ -396,7 +396,7 @@ report(later=fla_kda_backend.enable())
 def test_fla_own_switch_bypasses_everything(version):
     facts = run(version, BYPASSED, FLA_DISABLE_BACKEND_DISPATCH="1")
     assert facts["first"] is not None and facts["second"] is not None and facts["way"] is None
-    assert facts["counts"] == {"portable": 0, "reference": 0, "triton": 0}
+    assert facts["counts"] == {"hopper": 0, "portable": 0, "reference": 0, "triton": 0}
     # FLA's dispatcher, which 0.4.2 does not have for KDA, reads the switch once: it stays off for this process.
     assert facts["later"] == ("attribute" if version == "0.4.2" else None)
 
@@ -472,7 +472,7 @@ def test_we_rank_behind_ascend_and_ahead_of_flash_kda():
 def test_decode_is_served_for_cpu_tensors_where_fla_lets_a_backend_in():
     facts = with_both_registries()
     assert max(facts["error"]) < TOLERANCE
-    assert facts["decode_counts"] == {"portable": 0, "reference": 1, "triton": 0}
+    assert facts["decode_counts"] == {"hopper": 0, "portable": 0, "reference": 1, "triton": 0}
     assert facts["off"] is not None and facts["disabled"] is not None
     assert facts["on_gpu"] == "decode is only served for CPU tensors"
 
@@ -518,7 +518,7 @@ def compiled_and_reloaded(version: str) -> dict:
 def test_calls_stay_outside_of_compiled_graphs(version):
     facts = compiled_and_reloaded(version)
     assert facts["same"] == [True, True]
-    assert facts["counts"] == {"portable": 0, "reference": 3, "triton": 0}
+    assert facts["counts"] == {"hopper": 0, "portable": 0, "reference": 3, "triton": 0}
 
 
 @pytest.mark.parametrize("version", ["0.4.2", "0.5.0", "0.6.0"])

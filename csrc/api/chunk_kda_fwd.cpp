@@ -7,6 +7,7 @@
 #include "api/chunk_kda_fwd_params.h"
 #include "api/cuda_stream.h"
 #include "sm80/chunk_kda_fwd/launch.h"
+#include "sm90/chunk_kda_fwd/launch.h"
 
 namespace {
 
@@ -37,12 +38,35 @@ const void* address(const Tensor& tensor, const char* name, int64_t numel, int d
     return pointer;
 }
 
+constexpr int64_t kPortable = 0, kHopper = 1;
+
+cudaError_t launch_portable(const ChunkKdaFwdParams& params, cudaStream_t stream) {
+    return params.g_dtype == Dtype::kBFloat16 ? kda::sm80::launch_gate_bf16(params, stream)
+                                              : kda::sm80::launch_gate_fp32(params, stream);
+}
+
+cudaError_t launch_hopper(const ChunkKdaFwdParams& params, int device, cudaStream_t stream) {
+#if FLA_KDA_HAS_SM90
+    int multiprocessors = 0;
+    const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return error;
+    // Two blocks a head shorten its chain of chunks; they pay while the device has multiprocessors to spare.
+    const bool split = 2 * params.num_sequences * params.num_v_heads <= multiprocessors;
+    if (params.g_dtype == Dtype::kBFloat16) {
+        return split ? kda::sm90::launch_gate_bf16_split(params, stream) : kda::sm90::launch_gate_bf16(params, stream);
+    }
+    return split ? kda::sm90::launch_gate_fp32_split(params, stream) : kda::sm90::launch_gate_fp32(params, stream);
+#else
+    return cudaErrorNoKernelImageForDevice;
+#endif
+}
+
 }  // namespace
 
 void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::optional<Tensor> A_log,
                    std::optional<Tensor> dt_bias, std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens,
                    Tensor o, std::optional<Tensor> final_state, double scale, bool use_qk_l2norm, bool use_gate,
-                   std::optional<double> lower_bound, int64_t beta_mode, bool state_v_first) {
+                   std::optional<double> lower_bound, int64_t beta_mode, bool state_v_first, int64_t kernel) {
     STD_TORCH_CHECK(q.dim() == 4 && v.dim() == 4, "chunk_kda_fwd: q and v must have four dimensions");
     STD_TORCH_CHECK(q.is_cuda(), "chunk_kda_fwd: q must be a CUDA tensor");
     const int64_t batch = q.size(0), tokens = q.size(1), H = q.size(2), HV = v.size(2);
@@ -54,6 +78,9 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
                         v.scalar_type() == ScalarType::BFloat16 && o.scalar_type() == ScalarType::BFloat16,
                     "chunk_kda_fwd: q, k, v and o must be bfloat16");
     STD_TORCH_CHECK(beta_mode >= 0 && beta_mode <= 2, "chunk_kda_fwd: unknown beta_mode");
+    STD_TORCH_CHECK(kernel == kPortable || kernel == kHopper, "chunk_kda_fwd: unknown kernel");
+    STD_TORCH_CHECK(kernel != kHopper || lower_bound.value_or(0.0) >= -110.0,
+                    "chunk_kda_fwd: the Hopper kernel needs a lower_bound of at least -110");
     STD_TORCH_CHECK(!use_gate || A_log.has_value() || lower_bound.has_value(),
                     "chunk_kda_fwd: A_log may be absent only with lower_bound");
 
@@ -113,7 +140,6 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
 
     const torch::stable::accelerator::DeviceGuard guard(device);
     const cudaStream_t stream = current_cuda_stream(device);
-    const cudaError_t error = params.g_dtype == Dtype::kBFloat16 ? kda::sm80::launch_gate_bf16(params, stream)
-                                                                  : kda::sm80::launch_gate_fp32(params, stream);
+    const cudaError_t error = kernel == kHopper ? launch_hopper(params, device, stream) : launch_portable(params, stream);
     STD_TORCH_CHECK(error == cudaSuccess, "chunk_kda_fwd: launch failed: ", cudaGetErrorString(error));
 }

@@ -56,15 +56,17 @@ struct Gate {
         shift = slope * bias;
     }
 
+    // What the factor multiplies.
+    template <GateMode kMode>
+    __device__ __forceinline__ float activate(float g) const {
+        if constexpr (kMode == GateMode::kSoftplus) return softplus_base2(slope * g + shift);
+        if constexpr (kMode == GateMode::kBounded) return ptx::rcp_approx(1.0f + ptx::exp2_approx(slope * g + shift));
+        return g;
+    }
+
     template <GateMode kMode>
     __device__ __forceinline__ float log2_decay(float g) const {
-        float decay;
-        if constexpr (kMode == GateMode::kGiven) decay = g * factor;
-        if constexpr (kMode == GateMode::kSoftplus) decay = factor * softplus_base2(slope * g + shift);
-        if constexpr (kMode == GateMode::kBounded) {
-            decay = factor * ptx::rcp_approx(1.0f + ptx::exp2_approx(slope * g + shift));
-        }
-        return ptx::max_nan(decay, kForgetAll);
+        return ptx::max_nan(factor * activate<kMode>(g), kForgetAll);
     }
 };
 

@@ -10,6 +10,7 @@ from tests.kdakit import cases, compare
 from tests.kdakit.run import run_exactly, run_on_kernels, same_bits
 
 TOKENS = 180
+KERNEL_CHUNK = 16
 STARTS = (1, 7, 15, 16, 17, 31, 47, 48, 63, 64, 65, 100, 127, 128, 170)
 # NaN spreads through the products of its own chunk (0 * NaN); earlier chunks must not see it.
 FUTURES = {"other": STARTS, "steep": STARTS, "nan": (64, 128)}
@@ -66,5 +67,6 @@ def test_a_prompt_in_parts_with_the_state_carried_agrees_with_one_call(name, gat
     exact_o, exact_state = run_exactly(cases.judge_arguments(arguments))
     compare.assert_close(split_o, exact_o, compare.CUDA_FORWARD.o, "o in parts")
     compare.assert_close(state, exact_state, compare.CUDA_FORWARD.state, "final_state in parts")
-    compare.assert_close(split_o, whole_o, compare.SPLIT_PREFILL.o, "o in parts against one call")
-    compare.assert_close(state, whole_state, compare.SPLIT_PREFILL.state, "final_state in parts against one call")
+    if all(border % KERNEL_CHUNK == 0 for border in borders):  # the same chunks, and a state carried in fp32
+        assert same_bits(split_o, whole_o), "o in parts differs from o of one call"
+        assert same_bits(state, whole_state), "final_state in parts differs from that of one call"

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import fla_kda_backend
+from fla_kda_backend.dispatch import PATH_LABELS
 from tests.gpu import DEVICE
 from tests.kdakit import cases, compare
-from tests.kdakit.run import PORTABLE, environment, run_exactly, run_on_fla, run_on_kernels, same_bits
+from tests.kdakit.run import environment, expected_path, run_exactly, run_on_fla, run_on_kernels, same_bits
 
 fla_kda = pytest.importorskip("fla.ops.kda", reason="flash-linear-attention is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:.*transpose_state_layout:DeprecationWarning")
@@ -38,14 +39,14 @@ def triton_calls(monkeypatch):
 def test_fla_function_itself_is_served_by_the_kernels(form, triton_calls):
     arguments = arguments_of(form.name, "varlen" if form.packed_only else "dense-tail")
     expected = run_on_kernels(arguments)
-    served = fla_kda_backend.dispatch_counts()[PORTABLE]
+    served = fla_kda_backend.dispatch_counts()[expected_path()]
 
     with torch.no_grad():
         o, state = fla_kda.chunk_kda(**arguments)
 
     assert not triton_calls
-    assert fla_kda_backend.dispatch_counts()[PORTABLE] == served + 1
-    assert fla_kda_backend.last_dispatch().path == PORTABLE
+    assert fla_kda_backend.dispatch_counts()[expected_path()] == served + 1
+    assert fla_kda_backend.last_dispatch().path == expected_path()
     assert same_bits(o, expected[0]) and same_bits(state, expected[1])
 
 
@@ -118,7 +119,7 @@ def test_the_log_names_the_kernels_and_the_architecture(capfd, triton_calls):
 
     line = capfd.readouterr().err.splitlines()[-1]
     arch = fla_kda_backend.last_dispatch().arch
-    assert line.startswith(f"[fla_kda_backend] chunk_kda -> FlashKDA portable (sm_{arch}) B=1 ")
+    assert line.startswith(f"[fla_kda_backend] chunk_kda -> {PATH_LABELS[expected_path()]} (sm_{arch}) B=1 ")
     assert "gate=bounded" in line and "state=v_first" in line and "varlen=5" in line
 
 

@@ -8,17 +8,28 @@ from contextlib import contextmanager
 import torch
 
 import fla_kda_backend
+from fla_kda_backend import ops
 from fla_kda_backend.reference import recurrent_kda
 
-# The dispatcher's name for the kernels of every GPU from sm_80 on.
-PORTABLE = "portable"
+
+def kernel_paths() -> tuple[str, ...]:
+    """The dispatcher's names for the kernels that run on this GPU, the one that it should choose first."""
+    has_hopper = torch.cuda.get_device_capability() == (9, 0) and "90a" in ops.library().archs
+    return ("hopper", "portable") if has_hopper else ("portable",)
 
 
-def run_on_kernels(arguments: dict, path: str = PORTABLE) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(o, final_state) of our CUDA kernels, in inference. Fails unless the dispatcher says that `path` served it.
+def expected_path() -> str:
+    """The path that must serve an accepted call: the forced one, else the first."""
+    return os.environ.get("FLA_KDA_FORCE") or kernel_paths()[0]
+
+
+def run_on_kernels(arguments: dict, path: str | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(o, final_state) of our CUDA kernels, in inference. Fails unless the dispatcher says that `path` served it (the
+    expected one when None).
 
     A call that would fall back raises with the reason, instead of having Triton tune for a minute or two.
     """
+    path = path or expected_path()
     served = fla_kda_backend.dispatch_counts()[path]
     with torch.no_grad(), environment("FLA_KDA_STRICT", "1"), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # callers that use the old name of state_v_first

@@ -70,6 +70,7 @@ struct alignas(256) Workspace {
     float lower[kChunk][kChunk];      // L, by columns
     float half_sum[2][kHeadDim];      // sums of g over each half of the chunk
     float2 norm[kChunk];              // factors that normalise (and scale) q, and k
+    float q_dot_k[kChunk];            // of raw q and k of the same token
     uint32_t steep[2][2];             // pairs of channels with steep entries: [half of the chunk][half of K], a bit a pair
 };
 

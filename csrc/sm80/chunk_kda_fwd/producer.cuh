@@ -127,35 +127,45 @@ class Producer {
         if (warp_ == 0) invert(stage);
     }
 
-    // 1 / |x| of four tokens a warp, for q (times scale) and k.
-    __device__ __forceinline__ void find_norms() {
-        float sum[8];  // squares of q of four tokens, then of k
+    // Sums `kCount` (a power of two up to 8) values over the warp; lane l returns the sum of value l / (32 / kCount). Each step
+    // halves what a lane still sums, so that eight sums cost nine shuffles.
+    template <int kCount>
+    __device__ __forceinline__ float sum_over_warp(float (&sum)[kCount]) const {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const uint8_t* tile = i < 4 ? own_.q : own_.k;
-            const uint2 x = *reinterpret_cast<const uint2*>(tile + tile_offset(4 * warp_ + i % 4, 4 * lane_));
-            const float x0 = ptx::bf16_low(x.x), x1 = ptx::bf16_high(x.x), x2 = ptx::bf16_low(x.y), x3 = ptx::bf16_high(x.y);
-            sum[i] = x0 * x0 + x1 * x1 + (x2 * x2 + x3 * x3);
-        }
-        // Each step halves what a lane still sums, so that eight sums cost nine shuffles.
-#pragma unroll
-        for (int keep = 4; keep >= 1; keep /= 2) {
-            const bool upper = lane_ & (4 * keep);
+        for (int keep = kCount / 2, distance = 16; distance >= 1; keep /= 2, distance /= 2) {
+            const bool upper = lane_ & distance;
+            if (keep == 0) sum[0] += __shfl_xor_sync(~0u, sum[0], distance);
 #pragma unroll
             for (int i = 0; i < keep; ++i) {
                 const float sent = upper ? sum[i] : sum[i + keep];
-                sum[i] = (upper ? sum[i + keep] : sum[i]) + __shfl_xor_sync(~0u, sent, 4 * keep);
+                sum[i] = (upper ? sum[i + keep] : sum[i]) + __shfl_xor_sync(~0u, sent, distance);
             }
         }
-        sum[0] += __shfl_xor_sync(~0u, sum[0], 2);
-        sum[0] += __shfl_xor_sync(~0u, sum[0], 1);
+        return sum[0];
+    }
+
+    // 1 / |x| of four tokens a warp, for q (times scale) and k; and q k, which is exact where a product of rounded factors is not.
+    __device__ __forceinline__ void find_norms() {
+        float squares[8], dot[4];  // squares of q of four tokens, then of k
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int offset = tile_offset(4 * warp_ + i, 4 * lane_);
+            const uint2 q = *reinterpret_cast<const uint2*>(own_.q + offset), k = *reinterpret_cast<const uint2*>(own_.k + offset);
+            const float q0 = ptx::bf16_low(q.x), q1 = ptx::bf16_high(q.x), q2 = ptx::bf16_low(q.y), q3 = ptx::bf16_high(q.y);
+            const float k0 = ptx::bf16_low(k.x), k1 = ptx::bf16_high(k.x), k2 = ptx::bf16_low(k.y), k3 = ptx::bf16_high(k.y);
+            squares[i] = q0 * q0 + q1 * q1 + (q2 * q2 + q3 * q3);
+            squares[i + 4] = k0 * k0 + k1 * k1 + (k2 * k2 + k3 * k3);
+            dot[i] = q0 * k0 + q1 * k1 + (q2 * k2 + q3 * k3);
+        }
+        const float square = sum_over_warp(squares), product = sum_over_warp(dot);
         if (lane_ % 4 == 0) {
             const int index = lane_ / 4;  // 0..3 q, 4..7 k
-            const float factor = params_.use_qk_l2norm ? rsqrtf(sum[0] + 1e-6f) : 1.0f;
+            const float factor = params_.use_qk_l2norm ? rsqrtf(square + 1e-6f) : 1.0f;
             float2& norm = own_.norm[4 * warp_ + index % 4];
             if (index < 4) norm.x = factor * params_.scale;
             else norm.y = factor;
         }
+        if (lane_ % 8 == 0) own_.q_dot_k[4 * warp_ + lane_ / 8] = product;
     }
 
     // Sums of log2 gates from the first token of the thread's half chunk.
@@ -266,8 +276,10 @@ class Producer {
         for (int r = 0; r < 2; ++r) {
             const int row = lane_ / 4 + 8 * r, column = first_column + 2 * (lane_ % 4);
             if (is_P) {
-                const float p0 = column <= row ? sum[2 * r] * kAnchorScale : 0.0f;
-                const float p1 = column + 1 <= row ? sum[2 * r + 1] * kAnchorScale : 0.0f;
+                const float diagonal = own_.q_dot_k[row] * own_.norm[row].x * own_.norm[row].y;
+                const float p0 = column < row ? sum[2 * r] * kAnchorScale : column == row ? diagonal * kAnchorScale : 0.0f;
+                const float p1 = column + 1 < row ? sum[2 * r + 1] * kAnchorScale
+                                                  : column + 1 == row ? diagonal * kAnchorScale : 0.0f;
                 const uint32_t high = ptx::pack_bf16(p0, p1);
                 *reinterpret_cast<uint32_t*>(stage.p_high + square_offset(row, column)) = high;
                 *reinterpret_cast<uint32_t*>(stage.p_low + square_offset(row, column)) =

@@ -1,0 +1,93 @@
+// Sizes, roles, number ranges and shared-memory layout of the Hopper forward kernel.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "common/shapes.cuh"
+
+namespace kda::sm90 {
+
+// Roles, by warpgroup: consumers, each of which owns 64 columns of V; then one of scalers, two pairs of warps that decay q and k,
+// a chunk in turn; then one of helpers, of which warp 0 loads, and warps 1 and 2 build L, P and the inverse, a chunk in turn.
+constexpr int kGroupValues = 64;
+constexpr int kConsumerRegisters = 160;
+constexpr int kScalerRegisters = 96;
+constexpr int kHelperRegisters = 96;
+static_assert(2 * kConsumerRegisters + kScalerRegisters + kHelperRegisters <= 512);
+
+// How many blocks share a head: each takes its part of V, and all build the same factors.
+template <int kValueSplit>
+struct Roles {
+    static constexpr int kConsumerGroups = kHeadDim / kGroupValues / kValueSplit;
+    static constexpr int kConsumerWarps = 4 * kConsumerGroups;
+    static constexpr int kThreads = 128 * (kConsumerGroups + 2);
+};
+constexpr int kZeroingBlocks = 64;       // extra blocks of a packed call, which clear the rows of no sequence
+
+constexpr int kInputs = 5;               // raw inputs of so many chunks
+constexpr int kStages = 4;               // factor sets of so many chunks
+
+// The state is kept as 2^-A S, and q and k are decayed by 2^(G+A) and 2^(-G-A), so that the anchor A cancels and all stay near
+// the middle of the exponent range. Entries with |G+A| > A, that is G < -2A, go pairwise.
+constexpr float kAnchor = 60.0f;
+constexpr float kAnchorScale = 1152921504606846976.0f;       // 2^60
+constexpr float kAnchorInverse = 8.673617379884035e-19f;     // 2^-60
+
+// Raw rows of 128 bf16, padded so that eight rows lie in different banks.
+constexpr int kRowBytes = 2 * kHeadDim + 16;
+
+// Half a tile: rows of 64 bf16, 16-byte pieces exchanged by XOR with the row, as wgmma's 128-byte swizzle wants it.
+__device__ __forceinline__ int half_tile_offset(int row, int column) {
+    return row * 128 + ((((column >> 3) ^ (row & 7)) << 4) | ((column & 7) << 1));
+}
+
+// A 16 x 16 bf16 square as wgmma's core matrices: 8 x 8 blocks of eight 16-byte rows.
+__device__ __forceinline__ int square_offset(int row, int column) {
+    return ((row >> 3) * 2 + (column >> 3)) * 128 + (row & 7) * 16 + (column & 7) * 2;
+}
+
+// fp32 G of one chunk, for the pairwise path: four neighbours stay together, conflict-free along rows and along columns.
+__device__ __forceinline__ int decay_index(int row, int column) { return row * kHeadDim + (column ^ (4 * (row & 7))); }
+
+// Raw inputs of one chunk.
+struct alignas(128) Input {
+    uint8_t q[kChunk * kRowBytes];
+    uint8_t k[kChunk * kRowBytes];
+    uint8_t v[kChunk * kRowBytes];
+    float g[kChunk * kHeadDim];              // in its own dtype
+};
+
+// Factors of one chunk.
+struct alignas(1024) Stage {
+    uint8_t decayed[2][2 * kChunk * 128];    // by half of K: k 2^(G+A), then q 2^(G+A), 16 rows each
+    uint8_t k_inverse[2][kChunk * 128];      // by half of K: k 2^(-G-A)
+    uint8_t k_restored[2][kChunk * 128];     // by half of K, where that half is steep: k 2^(G_last-G-A)
+    float G[kChunk * kHeadDim];              // where a half is steep: G + A, by decay_index
+    uint8_t p_high[kChunk * kChunk * 2];     // P as two bf16 terms
+    uint8_t p_low[kChunk * kChunk * 2];
+    uint8_t inverse[kChunk * kChunk * 2];    // (I + L)^-1
+    float gamma[kHeadDim];                   // 2^G_last
+    float q_norm[kChunk];                    // scale / |q|
+    float k_norm[kChunk];                    // 1 / |k|
+    float beta[kChunk];
+    uint32_t steep[2];                       // by half of K: pairs of channels with steep entries, a bit a pair
+};
+
+struct SharedMemory {
+    Stage stage[kStages];
+    Input input[kInputs];
+    uint8_t output[kHeadDim / 16][kChunk * 16 * 2];  // a 16 x 16 tile of O for each consumer warp
+    float lower[2][kChunk][kChunk];                        // L, by columns, for each of two builder warps
+    uint64_t input_full[kInputs];    // q, k, g
+    uint64_t values_full[kInputs];   // v
+    uint64_t input_empty[kInputs];
+    uint64_t values_empty[kInputs];
+    uint64_t scaled[kStages];        // decayed operands and gamma
+    uint64_t built[kStages];         // P, inverse, norms and beta
+    uint64_t stage_empty[kStages];
+};
+static_assert(sizeof(SharedMemory) <= 227 * 1024);
+
+}  // namespace kda::sm90

@@ -1,0 +1,223 @@
+// Consumer warpgroup: the recurrence over chunks for 64 columns of V, with the state in wgmma accumulators.
+//
+//     U = inverse beta (V - Kd S / |k|)      O = scale/|q| (Qd S + P U / |k|)      S <- diag(gamma) (S + Ki^T U / |k|)
+//
+// with Kd = k 2^G, Qd = q 2^G, Ki = k 2^-G of raw q and k. S^T (64 x 128 fp32, as 2^-A S^T) is two accumulators, one for each half of
+// K. Rounded to bf16 it is the A operand of S^T [Kd; Qd]^T, and U^T that of the update and of U^T P^T: nothing is exchanged between
+// lanes. V - Kd S, U and P enter their products as two bf16 terms each. A half of K with steep entries is decayed before its
+// update, by k 2^(G_last - G), instead of after it.
+#pragma once
+
+#include "common/sequence.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/wgmma.cuh"
+#include "sm90/chunk_kda_fwd/config.cuh"
+
+namespace kda::sm90 {
+
+class Consumer {
+   public:
+    // `warp`: of the eight that share V, 16 columns each.
+    __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem, int warp)
+        : params_(params), work_(work), smem_(smem), lane_(threadIdx.x % 32), warp_(warp) {}
+
+    __device__ __forceinline__ void run() {
+        load_state();
+        int slot = 0, slot_parity = 0, stage = 0, stage_parity = 0;
+        for (int chunk = 0; chunk < work_.chunks; ++chunk) {
+            advance(chunk, slot, slot_parity, stage, stage_parity);
+            if (++slot == kInputs) slot = 0, slot_parity ^= 1;
+            if (++stage == kStages) stage = 0, stage_parity ^= 1;
+        }
+        if (params_.final_state) store_state();
+    }
+
+   private:
+    // Row of the state's V, column of its K, of register i of half h.
+    __device__ __forceinline__ int value_of(int i) const { return 16 * warp_ + lane_ / 4 + 8 * (i / 2 % 2); }
+    __device__ __forceinline__ int key_of(int h, int i) const { return 64 * h + 8 * (i / 4) + 2 * (lane_ % 4) + i % 2; }
+
+    __device__ __forceinline__ void load_state() {
+        const float* source = params_.initial_state ? params_.initial_state + work_.state * kHeadDim * kHeadDim : nullptr;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int i = 0; i < 32; i += 2) {
+                float2 pair = make_float2(0.0f, 0.0f);
+                if (source && params_.state_v_first) {
+                    pair = *reinterpret_cast<const float2*>(source + value_of(i) * kHeadDim + key_of(h, i));
+                } else if (source) {
+                    pair = make_float2(source[key_of(h, i) * kHeadDim + value_of(i)],
+                                       source[key_of(h, i + 1) * kHeadDim + value_of(i)]);
+                }
+                state_[h][i] = pair.x * kAnchorInverse;
+                state_[h][i + 1] = pair.y * kAnchorInverse;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store_state() {
+        float* target = params_.final_state + work_.state * kHeadDim * kHeadDim;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int i = 0; i < 32; i += 2) {
+                const float x = state_[h][i] * kAnchorScale, y = state_[h][i + 1] * kAnchorScale;
+                if (params_.state_v_first) {
+                    *reinterpret_cast<float2*>(target + value_of(i) * kHeadDim + key_of(h, i)) = make_float2(x, y);
+                } else {
+                    target[key_of(h, i) * kHeadDim + value_of(i)] = x;
+                    target[key_of(h, i + 1) * kHeadDim + value_of(i)] = y;
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void advance(int chunk, int slot, int slot_parity, int stage_index, int stage_parity) {
+        const Stage& stage = smem_.stage[stage_index];
+
+        // S^T [Kd; Qd]^T: registers 0..7 are (Kd S)^T, 8..15 (Qd S)^T, tokens 0..7 and 8..15 each.
+        uint32_t s[8][4];
+#pragma unroll
+        for (int step = 0; step < 8; ++step) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float* pair = &state_[step / 4][8 * (step % 4) + 2 * i];
+                s[step][i] = ptx::pack_bf16(pair[0], pair[1]);
+            }
+        }
+        ptx::mbarrier_wait(&smem_.scaled[stage_index], stage_parity);
+        const uint32_t decayed = ptx::shared_address(stage.decayed);
+        float product[16];
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 8; ++step) {
+            const int offset = step / 4 * int(sizeof(stage.decayed[0])) + 32 * (step % 4);
+            ptx::wgmma_m64n32k16<0>(product, s[step], ptx::operand_swizzled_128(decayed, offset), step > 0);
+        }
+        ptx::wgmma_commit();
+
+        ptx::mbarrier_wait(&smem_.values_full[slot], slot_parity);
+        uint32_t v[4];
+        ptx::ldmatrix_x4_trans(v, ptx::shared_address(smem_.input[slot].v) + (lane_ % 8 + 8 * (lane_ / 16)) * kRowBytes +
+                                      2 * (16 * warp_ + 8 * (lane_ / 8 % 2)));
+        ptx::mbarrier_wait(&smem_.built[stage_index], stage_parity);
+        const int token = 2 * (lane_ % 4);
+        float2 beta[2], k_norm[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            beta[n] = *reinterpret_cast<const float2*>(&stage.beta[token + 8 * n]);
+            k_norm[n] = *reinterpret_cast<const float2*>(&stage.k_norm[token + 8 * n]);
+        }
+        ptx::wgmma_wait<0>();
+
+        // (beta (V - Kd S / |k|))^T
+        uint32_t high[4], low[4];
+        float u[8];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int n = i / 2;
+            u[2 * i] = beta[n].x * (ptx::bf16_low(v[i]) - k_norm[n].x * product[2 * i]);
+            u[2 * i + 1] = beta[n].y * (ptx::bf16_high(v[i]) - k_norm[n].y * product[2 * i + 1]);
+        }
+        split_operand(high, low, u);
+
+        // U^T, then over |k|
+        const uint64_t inverse = ptx::operand_square(ptx::shared_address(stage.inverse));
+        ptx::wgmma_fence();
+        ptx::wgmma_m64n16k16<0>(u, high, inverse, false);
+        ptx::wgmma_m64n16k16<0>(u, low, inverse, true);
+        ptx::wgmma_commit();
+        const bool steep[2] = {stage.steep[0] != 0, stage.steep[1] != 0};
+        if (__builtin_expect(steep[0], false)) decay_half(0, stage);
+        if (__builtin_expect(steep[1], false)) decay_half(1, stage);
+        ptx::wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            u[2 * i] *= k_norm[i / 2].x;
+            u[2 * i + 1] *= k_norm[i / 2].y;
+        }
+        split_operand(high, low, u);
+
+        // O and S
+        const uint64_t p_high = ptx::operand_square(ptx::shared_address(stage.p_high));
+        const uint64_t p_low = ptx::operand_square(ptx::shared_address(stage.p_low));
+        float out[8];
+        ptx::wgmma_fence();
+        ptx::wgmma_m64n16k16<0>(out, high, p_high, false);
+        ptx::wgmma_m64n16k16<0>(out, low, p_high, true);
+        ptx::wgmma_m64n16k16<0>(out, high, p_low, true);
+        ptx::wgmma_commit();
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const uint64_t k =
+                ptx::operand_swizzled_128(ptx::shared_address(steep[h] ? stage.k_restored[h] : stage.k_inverse[h]));
+            ptx::wgmma_m64n64k16<1>(state_[h], high, k, true);
+            ptx::wgmma_m64n64k16<1>(state_[h], low, k, true);
+        }
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<1>();
+#pragma unroll
+        for (int i = 0; i < 8; ++i) out[i] += product[8 + i];
+        store_output(chunk, out, stage);
+        ptx::wgmma_wait<0>();
+        if (__builtin_expect(!steep[0], true)) decay_half(0, stage);
+        if (__builtin_expect(!steep[1], true)) decay_half(1, stage);
+        __syncwarp();
+        if (lane_ == 0) {
+            ptx::mbarrier_arrive(&smem_.stage_empty[stage_index]);
+            ptx::mbarrier_arrive(&smem_.values_empty[slot]);
+        }
+    }
+
+    __device__ __forceinline__ void decay_half(int h, const Stage& stage) {
+#pragma unroll
+        for (int i = 0; i < 32; i += 4) {
+            const float2 gamma = *reinterpret_cast<const float2*>(&stage.gamma[key_of(h, i)]);
+            state_[h][i] *= gamma.x, state_[h][i + 1] *= gamma.y, state_[h][i + 2] *= gamma.x, state_[h][i + 3] *= gamma.y;
+        }
+    }
+
+    // Two C tiles side by side as an A operand of two bf16 terms.
+    static __device__ __forceinline__ void split_operand(uint32_t (&high)[4], uint32_t (&low)[4], const float (&c)[8]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            high[i] = ptx::pack_bf16(c[2 * i], c[2 * i + 1]);
+            low[i] = ptx::pack_bf16(c[2 * i] - ptx::bf16_low(high[i]), c[2 * i + 1] - ptx::bf16_high(high[i]));
+        }
+    }
+
+    // Transposes the warp's 16 tokens x 16 values through shared memory, then writes whole 32-byte sectors.
+    __device__ __forceinline__ void store_output(int chunk, const float (&out)[8], const Stage& stage) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 q_norm = *reinterpret_cast<const float2*>(&stage.q_norm[2 * (lane_ % 4) + 8 * (i / 2)]);
+            packed[i] = ptx::pack_bf16(out[2 * i] * q_norm.x, out[2 * i + 1] * q_norm.y);
+        }
+        uint8_t* tile = smem_.output[warp_];
+        // Matrix m of the store is tokens 8 (m / 2), values 8 (m % 2); pieces of a row exchanged so that no banks collide.
+        const int row = lane_ % 8 + 8 * (lane_ / 16), piece = lane_ / 8 % 2;
+        __syncwarp();
+        ptx::stmatrix_x4_trans(ptx::shared_address(tile) + row * 32 + ((piece ^ (row >> 2 & 1)) << 4), packed);
+        __syncwarp();
+        const int token = lane_ / 2, side = lane_ % 2;
+        if (chunk * kChunk + token < work_.length) {
+            const uint4 values = *reinterpret_cast<const uint4*>(tile + token * 32 + ((side ^ (token >> 2 & 1)) << 4));
+            __nv_bfloat16* target = static_cast<__nv_bfloat16*>(params_.o) +
+                                    ((work_.first_token + chunk * kChunk + token) * params_.num_v_heads + work_.v_head) * kHeadDim +
+                                    16 * warp_ + 8 * side;
+            *reinterpret_cast<uint4*>(target) = values;
+        }
+    }
+
+    const ChunkKdaFwdParams& params_;
+    const Work& work_;
+    SharedMemory& smem_;
+    const int lane_, warp_;
+    float state_[2][32];
+};
+
+}  // namespace kda::sm90

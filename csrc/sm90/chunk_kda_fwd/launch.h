@@ -1,0 +1,15 @@
+// Host entry points of the Hopper forward kernel, by the dtype of g and by how many blocks share a head.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "api/chunk_kda_fwd_params.h"
+
+namespace kda::sm90 {
+
+cudaError_t launch_gate_bf16(const ChunkKdaFwdParams& params, cudaStream_t stream);
+cudaError_t launch_gate_fp32(const ChunkKdaFwdParams& params, cudaStream_t stream);
+cudaError_t launch_gate_bf16_split(const ChunkKdaFwdParams& params, cudaStream_t stream);
+cudaError_t launch_gate_fp32_split(const ChunkKdaFwdParams& params, cudaStream_t stream);
+
+}  // namespace kda::sm90

@@ -1,0 +1,157 @@
+// Scaler warp: gates of one chunk and half of K (64 channels, two a lane), and q and k decayed by them.
+//
+//     G_i = sum of log2 gates up to i
+//     k 2^(G+A)    q 2^(G+A)    k 2^(-G-A)    gamma = 2^G_last        and, where an entry is steep, k 2^(G_last-G-A)
+//
+// q and k are not normalised here: their norms multiply sixteen rows of results later instead of all of these operands.
+#pragma once
+
+#include "common/gates.cuh"
+#include "common/sequence.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "sm90/chunk_kda_fwd/config.cuh"
+
+namespace kda::sm90 {
+
+// Inside the chunk's work every G is kept as G + A, the exponent that is needed most.
+__device__ __forceinline__ bool is_steep(float anchored_G) { return !(fabsf(anchored_G) <= kAnchor); }  // true for NaN
+
+template <typename GateT>
+class Scaler {
+   public:
+    __device__ __forceinline__ Scaler(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem, int warp)
+        : params_(params), work_(work), smem_(smem), lane_(threadIdx.x % 32), half_(warp % 2), pair_(warp / 2),
+          gate_{Gate(params, work.v_head, 64 * half_ + 2 * lane_), Gate(params, work.v_head, 64 * half_ + 2 * lane_ + 1)} {}
+
+    __device__ __forceinline__ void run() {
+        for (int chunk = pair_; chunk < work_.chunks; chunk += 2) {
+            const int slot = chunk % kInputs, stage = chunk % kStages;
+            ptx::mbarrier_wait(&smem_.input_full[slot], chunk / kInputs % 2);
+            ptx::mbarrier_wait(&smem_.stage_empty[stage], (chunk / kStages % 2) ^ 1);
+            const int rows = min(work_.length - chunk * kChunk, kChunk);
+            switch (params_.gate_mode) {
+                case GateMode::kGiven: scale<GateMode::kGiven>(smem_.input[slot], smem_.stage[stage], rows); break;
+                case GateMode::kSoftplus: scale<GateMode::kSoftplus>(smem_.input[slot], smem_.stage[stage], rows); break;
+                default: scale<GateMode::kBounded>(smem_.input[slot], smem_.stage[stage], rows);
+            }
+            ptx::fence_async_proxy();
+            __syncwarp();
+            if (lane_ == 0) {
+                ptx::mbarrier_arrive(&smem_.scaled[stage]);
+                ptx::mbarrier_arrive(&smem_.input_empty[slot]);
+            }
+        }
+    }
+
+   private:
+    // Rows unrolled together: enough to overlap their exponentials, and the period of the tiles' swizzle. All sixteen would only
+    // crowd the instruction cache.
+    static constexpr int kRows = 8;
+    static_assert(kChunk % kRows == 0);
+
+    template <GateMode kMode>
+    __device__ __forceinline__ void scale(const Input& input, Stage& stage, int rows) const {
+        float2 G = make_float2(kAnchor, kAnchor);
+        bool steep = false;
+#pragma unroll 1
+        for (int first = 0; first < kChunk; first += kRows) {
+            float2 sum[kRows];
+            sum_gates<kMode>(sum, G, input, first, rows);
+            G = sum[kRows - 1];
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+                // Gates made in the kernel all have one sign, so that the steepest sum is the last.
+                if (kMode == GateMode::kGiven || i == kRows - 1) steep = steep | is_steep(sum[i].x) | is_steep(sum[i].y);
+                const Operands x = load(input, first, i);
+                store(stage, first, i, x, ptx::exp2_approx(sum[i].x), ptx::exp2_approx(sum[i].y), ptx::exp2_approx(-sum[i].x),
+                      ptx::exp2_approx(-sum[i].y));
+            }
+        }
+        const float2 last = make_float2(G.x - kAnchor, G.y - kAnchor);
+        *reinterpret_cast<float2*>(&stage.gamma[channel()]) = make_float2(ptx::exp2_approx(last.x), ptx::exp2_approx(last.y));
+        const uint32_t steep_pairs = __ballot_sync(~0u, steep);
+        if (lane_ == 0) stage.steep[half_] = steep_pairs;
+        if (__builtin_expect(steep_pairs, 0)) scale_steep<kMode>(input, stage, rows, last);
+    }
+
+    // Once more, with G_last known: steep entries leave the products, and k gets its decay to the end of the chunk.
+    template <GateMode kMode>
+    __device__ __forceinline__ void scale_steep(const Input& input, Stage& stage, int rows, float2 last) const {
+        float2 G = make_float2(kAnchor, kAnchor);
+#pragma unroll 1
+        for (int first = 0; first < kChunk; first += kRows) {
+            float2 sum[kRows];
+            sum_gates<kMode>(sum, G, input, first, rows);
+            G = sum[kRows - 1];
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+                const Operands x = load(input, first, i);
+                const bool steep0 = is_steep(sum[i].x), steep1 = is_steep(sum[i].y);
+                store(stage, first, i, x, steep0 ? 0.0f : ptx::exp2_approx(sum[i].x), steep1 ? 0.0f : ptx::exp2_approx(sum[i].y),
+                      steep0 ? 0.0f : ptx::exp2_approx(-sum[i].x), steep1 ? 0.0f : ptx::exp2_approx(-sum[i].y));
+                *reinterpret_cast<uint32_t*>(stage.k_restored[half_] + 128 * first + offset(i)) =
+                    ptx::pack_bf16(x.k0 * ptx::exp2_approx(last.x - sum[i].x), x.k1 * ptx::exp2_approx(last.y - sum[i].y));
+                *reinterpret_cast<float2*>(&stage.G[decay_index(first + i, channel())]) = sum[i];
+            }
+        }
+    }
+
+    struct Operands {
+        float q0, q1, k0, k1;
+    };
+
+    __device__ __forceinline__ int channel() const { return 64 * half_ + 2 * lane_; }
+    // half_tile_offset(first + i, 2 lane) - 128 first, as `first` is a multiple of 8.
+    __device__ __forceinline__ int offset(int i) const { return 128 * i + (half_tile_offset(0, 2 * lane_) ^ (16 * i)); }
+
+    // sum[i] = G + the log2 gates of rows first .. first + i.
+    template <GateMode kMode>
+    __device__ __forceinline__ void sum_gates(float2 (&sum)[kRows], float2 G, const Input& input, int first, int rows) const {
+        const GateT* raw = reinterpret_cast<const GateT*>(input.g) + first * kHeadDim + channel();
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            float2 pair;
+            if constexpr (sizeof(GateT) == 4) {
+                pair = *reinterpret_cast<const float2*>(raw + i * kHeadDim);
+            } else {
+                const uint32_t packed = *reinterpret_cast<const uint32_t*>(raw + i * kHeadDim);
+                pair = make_float2(ptx::bf16_low(packed), ptx::bf16_high(packed));
+            }
+            sum[i] = make_float2(gate_[0].template activate<kMode>(pair.x), gate_[1].template activate<kMode>(pair.y));
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const float factor = first + i < rows ? gate_[0].factor : 0.0f;  // tokens that do not exist forget nothing
+            if constexpr (kMode == GateMode::kBounded) {  // the bound is above kForgetAll: see launch
+                G = make_float2(G.x + factor * sum[i].x, G.y + factor * sum[i].y);
+            } else {
+                G = make_float2(G.x + ptx::max_nan(factor * sum[i].x, kForgetAll), G.y + ptx::max_nan(factor * sum[i].y, kForgetAll));
+            }
+            sum[i] = G;
+        }
+    }
+
+    __device__ __forceinline__ Operands load(const Input& input, int first, int i) const {
+        const int at = (first + i) * kRowBytes + 2 * channel();
+        const uint32_t q = *reinterpret_cast<const uint32_t*>(input.q + at), k = *reinterpret_cast<const uint32_t*>(input.k + at);
+        return {ptx::bf16_low(q), ptx::bf16_high(q), ptx::bf16_low(k), ptx::bf16_high(k)};
+    }
+
+    __device__ __forceinline__ void store(Stage& stage, int first, int i, const Operands& x, float decay0, float decay1,
+                                          float inverse0, float inverse1) const {
+        uint8_t* decayed = stage.decayed[half_] + 128 * first + offset(i);
+        *reinterpret_cast<uint32_t*>(decayed) = ptx::pack_bf16(x.k0 * decay0, x.k1 * decay1);
+        *reinterpret_cast<uint32_t*>(decayed + 128 * kChunk) = ptx::pack_bf16(x.q0 * decay0, x.q1 * decay1);
+        *reinterpret_cast<uint32_t*>(stage.k_inverse[half_] + 128 * first + offset(i)) =
+            ptx::pack_bf16(x.k0 * inverse0, x.k1 * inverse1);
+    }
+
+    const ChunkKdaFwdParams& params_;
+    const Work& work_;
+    SharedMemory& smem_;
+    const int lane_, half_, pair_;
+    const Gate gate_[2];
+};
+
+}  // namespace kda::sm90
