@@ -41,7 +41,8 @@ def _run_reference(call: Call) -> tuple:
 
 
 # What each path that we serve runs.
-RUNNERS: dict[str, Callable[[Call], tuple]] = {path: _run_cuda(path) for path in CUDA_PATHS} | {"reference": _run_reference}
+RUNNERS: dict[str, Callable[[Call], tuple]] = {path: _run_cuda(path) for path in CUDA_PATHS}
+RUNNERS["reference"] = _run_reference
 assert RUNNERS.keys() == SERVED_BY_US
 
 

@@ -42,5 +42,5 @@ def is_strict() -> bool:
 
 
 def forced_path() -> str:
-    """`FLA_KDA_FORCE=portable|hopper|triton`: which path serves GPU calls, for experiments and bug reports; "" for none."""
+    """`FLA_KDA_FORCE=portable|hopper|triton`: the path of GPU calls, for experiments and bug reports; "" for none."""
     return read("FLA_KDA_FORCE")

@@ -146,7 +146,7 @@ def test_programs_see_the_same_facts():
     latest = fla_kda_backend.last_dispatch()
     assert (latest.path, latest.reason, latest.B, latest.HV, latest.gate) == ("triton", "a reason", 2, 4, "bounded")
     assert fla_kda_backend.dispatch_counts() == {"hopper": 0, "portable": 0, "reference": 1, "triton": 1}
-    assert fla_kda_backend.dispatch_counts("fused_recurrent_kda") == {"hopper": 0, "portable": 0, "reference": 0, "triton": 0}
+    assert set(fla_kda_backend.dispatch_counts("fused_recurrent_kda").values()) == {0}
 
 
 def test_no_tensor_is_kept_alive():

@@ -4,12 +4,14 @@ The versions are installed by `python scripts/install_fla_versions.py .fla-versi
 `FLA_KDA_TEST_FLA_DIR` names. The process finds this package as an installed one: through its entry point.
 """
 
+import atexit
 import json
 import os
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from textwrap import dedent
 
@@ -45,6 +47,7 @@ def folders(version: str) -> list[Path]:
 def entry_point_folder() -> Path:
     """A folder that tells `importlib.metadata` of this package's entry point, as an installation would."""
     folder = Path(mkdtemp(prefix="fla-kda-backend-"))
+    atexit.register(rmtree, folder, ignore_errors=True)
     distribution = folder / "fla_kda_backend-0.dist-info"
     distribution.mkdir()
     (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: fla-kda-backend\nVersion: 0\n")
