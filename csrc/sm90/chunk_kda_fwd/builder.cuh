@@ -25,12 +25,12 @@ class Builder {
 
     __device__ __forceinline__ void run() {
         uint32_t next_beta = load_beta(index_);
-        for (int chunk = index_; chunk < work_.chunks; chunk += 2) {
+        for (int chunk = index_; chunk < work_.chunks; chunk += kBuilders) {
             const int slot = chunk % kInputs, stage_index = chunk % kStages;
             Stage& stage = smem_.stage[stage_index];
             const Input& input = smem_.input[slot];
             const uint32_t beta_bits = next_beta;
-            next_beta = load_beta(chunk + 2);
+            next_beta = load_beta(chunk + kBuilders);
 
             ptx::mbarrier_wait(&smem_.input_full[slot], chunk / kInputs % 2);
             const Products products = multiply_same_tokens(input);
@@ -38,7 +38,7 @@ class Builder {
             write_scalars(stage, products, beta_bits, min(work_.length - chunk * kChunk, kChunk));
             float L[2][4] = {}, P[2][4] = {};  // columns 0..7, 8..15
             multiply(L, P, stage);
-            if (stage.steep[0] | stage.steep[1]) add_steep_pairs(L, P, stage, input);
+            if (stage.pairwise[0] | stage.pairwise[1]) add_steep_pairs(L, P, stage, input);
             __syncwarp();
             if (lane_ == 0) ptx::mbarrier_arrive(&smem_.input_empty[slot]);
             write_squares(L, P, products, stage);
@@ -140,14 +140,14 @@ class Builder {
     __device__ __forceinline__ void add_steep_pairs(float (&L)[2][4], float (&P)[2][4], const Stage& stage, const Input& input) const {
         const int row = lane_ / 4, column = 2 * (lane_ % 4);
         for (int half = 0; half < 2; ++half) {
-            const uint32_t pairs = stage.steep[half];
+            const uint32_t pairs = stage.pairwise[half];
             // Four channels at a time, so that loads and exponentials overlap.
             for (uint32_t fours = (pairs | pairs >> 1) & 0x55555555u; fours; fours &= fours - 1) {
                 const int channel = 64 * half + 2 * (__ffs(fours) - 1);
                 float G_i[2][4], k_i[2][4], q_i[2][4];
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    load_decay(G_i[r], stage, row + 8 * r, channel);
+                    load_decay(G_i[r], input, row + 8 * r, channel);
                     load_four(k_i[r], input.k, row + 8 * r, channel);
                     load_four(q_i[r], input.q, row + 8 * r, channel);
                 }
@@ -155,7 +155,7 @@ class Builder {
                 for (int e = 0; e < 4; ++e) {
                     const int j = column + 8 * (e / 2) + e % 2;
                     float G_j[4], k_j[4];
-                    load_decay(G_j, stage, j, channel);
+                    load_decay(G_j, input, j, channel);
                     load_four(k_j, input.k, j, channel);
 #pragma unroll
                     for (int c = 0; c < 4; ++c) {
@@ -173,8 +173,8 @@ class Builder {
         }
     }
 
-    static __device__ __forceinline__ void load_decay(float (&G)[4], const Stage& stage, int row, int channel) {
-        const float4 decay = *reinterpret_cast<const float4*>(&stage.G[decay_index(row, channel)]);
+    static __device__ __forceinline__ void load_decay(float (&G)[4], const Input& input, int row, int channel) {
+        const float4 decay = *reinterpret_cast<const float4*>(&input.g[decay_index(row, channel)]);
         G[0] = decay.x, G[1] = decay.y, G[2] = decay.z, G[3] = decay.w;
     }
 

@@ -10,12 +10,11 @@
 namespace kda::sm90 {
 
 // Roles, by warpgroup: consumers, each of which owns 64 columns of V; then one of scalers, two pairs of warps that decay q and k,
-// a chunk in turn; then one of helpers, of which warp 0 loads, and warps 1 and 2 build L, P and the inverse, a chunk in turn.
+// a chunk in turn; then one of helpers, of which warp 0 loads and the others build L, P and the inverse, a chunk in turn.
 constexpr int kGroupValues = 64;
-constexpr int kConsumerRegisters = 160;
+constexpr int kBuilders = 3;
 constexpr int kScalerRegisters = 96;
 constexpr int kHelperRegisters = 96;
-static_assert(2 * kConsumerRegisters + kScalerRegisters + kHelperRegisters <= 512);
 
 // How many blocks share a head: each takes its part of V, and all build the same factors.
 template <int kValueSplit>
@@ -23,17 +22,23 @@ struct Roles {
     static constexpr int kConsumerGroups = kHeadDim / kGroupValues / kValueSplit;
     static constexpr int kConsumerWarps = 4 * kConsumerGroups;
     static constexpr int kThreads = 128 * (kConsumerGroups + 2);
+    static constexpr int kConsumerRegisters = kConsumerGroups == 1 ? 208 : 160;
+    static_assert(kConsumerGroups * kConsumerRegisters + kScalerRegisters + kHelperRegisters <= 512);
 };
 constexpr int kZeroingBlocks = 64;       // extra blocks of a packed call, which clear the rows of no sequence
 
-constexpr int kInputs = 5;               // raw inputs of so many chunks
-constexpr int kStages = 4;               // factor sets of so many chunks
+constexpr int kInputs = 5;               // raw q, k, g of so many chunks
+constexpr int kValues = 6;               // v of so many chunks
+constexpr int kStages = 6;               // factors of so many chunks
 
 // The state is kept as 2^-A S, and q and k are decayed by 2^(G+A) and 2^(-G-A), so that the anchor A cancels and all stay near
 // the middle of the exponent range. Entries with |G+A| > A, that is G < -2A, go pairwise.
 constexpr float kAnchor = 60.0f;
 constexpr float kAnchorScale = 1152921504606846976.0f;       // 2^60
 constexpr float kAnchorInverse = 8.673617379884035e-19f;     // 2^-60
+
+// A decay below this, 2^-64, is under the rounding of float64 beside the keys' own size: L and P do not feel it.
+constexpr float kForgotten = -64.0f;
 
 // Raw rows of 128 bf16, padded so that eight rows lie in different banks.
 constexpr int kRowBytes = 2 * kHeadDim + 16;
@@ -48,15 +53,16 @@ __device__ __forceinline__ int square_offset(int row, int column) {
     return ((row >> 3) * 2 + (column >> 3)) * 128 + (row & 7) * 16 + (column & 7) * 2;
 }
 
-// fp32 G of one chunk, for the pairwise path: four neighbours stay together, conflict-free along rows and along columns.
+// fp32 G of one chunk, for the pairwise path: four neighbours stay together, conflict-free along rows and along columns, and each
+// half of K stays by itself.
 __device__ __forceinline__ int decay_index(int row, int column) { return row * kHeadDim + (column ^ (4 * (row & 7))); }
 
-// Raw inputs of one chunk.
+// Raw q, k and g of one chunk. Rows of g are two times 256 bytes, for each half of K, whatever its dtype fills of them; so the warp
+// that reads a half can put G in its place, where an entry is steep.
 struct alignas(128) Input {
     uint8_t q[kChunk * kRowBytes];
     uint8_t k[kChunk * kRowBytes];
-    uint8_t v[kChunk * kRowBytes];
-    float g[kChunk * kHeadDim];              // in its own dtype
+    float g[kChunk * kHeadDim];
 };
 
 // Factors of one chunk.
@@ -64,7 +70,6 @@ struct alignas(1024) Stage {
     uint8_t decayed[2][2 * kChunk * 128];    // by half of K: k 2^(G+A), then q 2^(G+A), 16 rows each
     uint8_t k_inverse[2][kChunk * 128];      // by half of K: k 2^(-G-A)
     uint8_t k_restored[2][kChunk * 128];     // by half of K, where that half is steep: k 2^(G_last-G-A)
-    float G[kChunk * kHeadDim];              // where a half is steep: G + A, by decay_index
     uint8_t p_high[kChunk * kChunk * 2];     // P as two bf16 terms
     uint8_t p_low[kChunk * kChunk * 2];
     uint8_t inverse[kChunk * kChunk * 2];    // (I + L)^-1
@@ -73,17 +78,18 @@ struct alignas(1024) Stage {
     float k_norm[kChunk];                    // 1 / |k|
     float beta[kChunk];
     uint32_t steep[2];                       // by half of K: pairs of channels with steep entries, a bit a pair
+    uint32_t pairwise[2];                    // those of them that L and P still feel
 };
 
 struct SharedMemory {
     Stage stage[kStages];
     Input input[kInputs];
-    uint8_t output[kHeadDim / 16][kChunk * 16 * 2];  // a 16 x 16 tile of O for each consumer warp
-    float lower[2][kChunk][kChunk];                        // L, by columns, for each of two builder warps
+    uint8_t values[kValues][kChunk * kRowBytes];           // v of one chunk; each consumer warp puts its O in place of its v
+    float lower[kBuilders][kChunk][kChunk];                // L, by columns, for each builder warp
     uint64_t input_full[kInputs];    // q, k, g
-    uint64_t values_full[kInputs];   // v
     uint64_t input_empty[kInputs];
-    uint64_t values_empty[kInputs];
+    uint64_t values_full[kValues];
+    uint64_t values_empty[kValues];
     uint64_t scaled[kStages];        // decayed operands and gamma
     uint64_t built[kStages];         // P, inverse, norms and beta
     uint64_t stage_empty[kStages];

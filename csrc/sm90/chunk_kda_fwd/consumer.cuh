@@ -28,7 +28,7 @@ class Consumer {
         int slot = 0, slot_parity = 0, stage = 0, stage_parity = 0;
         for (int chunk = 0; chunk < work_.chunks; ++chunk) {
             advance(chunk, slot, slot_parity, stage, stage_parity);
-            if (++slot == kInputs) slot = 0, slot_parity ^= 1;
+            if (++slot == kValues) slot = 0, slot_parity ^= 1;
             if (++stage == kStages) stage = 0, stage_parity ^= 1;
         }
         if (params_.final_state) store_state();
@@ -101,7 +101,7 @@ class Consumer {
 
         ptx::mbarrier_wait(&smem_.values_full[slot], slot_parity);
         uint32_t v[4];
-        ptx::ldmatrix_x4_trans(v, ptx::shared_address(smem_.input[slot].v) + (lane_ % 8 + 8 * (lane_ / 16)) * kRowBytes +
+        ptx::ldmatrix_x4_trans(v, ptx::shared_address(smem_.values[slot]) + (lane_ % 8 + 8 * (lane_ / 16)) * kRowBytes +
                                       2 * (16 * warp_ + 8 * (lane_ / 8 % 2)));
         ptx::mbarrier_wait(&smem_.built[stage_index], stage_parity);
         const int token = 2 * (lane_ % 4);
@@ -130,9 +130,17 @@ class Consumer {
         ptx::wgmma_m64n16k16<0>(u, high, inverse, false);
         ptx::wgmma_m64n16k16<0>(u, low, inverse, true);
         ptx::wgmma_commit();
+        float2 gamma[2][8];  // ahead of their use
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int n = 0; n < 8; ++n) gamma[h][n] = *reinterpret_cast<const float2*>(&stage.gamma[key_of(h, 4 * n)]);
+        }
         const bool steep[2] = {stage.steep[0] != 0, stage.steep[1] != 0};
-        if (__builtin_expect(steep[0], false)) decay_half(0, stage);
-        if (__builtin_expect(steep[1], false)) decay_half(1, stage);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (__builtin_expect(steep[h], false)) decay_half(h, gamma[h]);
+        }
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -161,10 +169,12 @@ class Consumer {
         ptx::wgmma_wait<1>();
 #pragma unroll
         for (int i = 0; i < 8; ++i) out[i] += product[8 + i];
-        store_output(chunk, out, stage);
+        store_output(chunk, out, stage, smem_.values[slot]);
         ptx::wgmma_wait<0>();
-        if (__builtin_expect(!steep[0], true)) decay_half(0, stage);
-        if (__builtin_expect(!steep[1], true)) decay_half(1, stage);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (__builtin_expect(!steep[h], true)) decay_half(h, gamma[h]);
+        }
         __syncwarp();
         if (lane_ == 0) {
             ptx::mbarrier_arrive(&smem_.stage_empty[stage_index]);
@@ -172,11 +182,11 @@ class Consumer {
         }
     }
 
-    __device__ __forceinline__ void decay_half(int h, const Stage& stage) {
+    __device__ __forceinline__ void decay_half(int h, const float2 (&gamma)[8]) {
 #pragma unroll
-        for (int i = 0; i < 32; i += 4) {
-            const float2 gamma = *reinterpret_cast<const float2*>(&stage.gamma[key_of(h, i)]);
-            state_[h][i] *= gamma.x, state_[h][i + 1] *= gamma.y, state_[h][i + 2] *= gamma.x, state_[h][i + 3] *= gamma.y;
+        for (int n = 0; n < 8; ++n) {
+            float* tile = &state_[h][4 * n];
+            tile[0] *= gamma[n].x, tile[1] *= gamma[n].y, tile[2] *= gamma[n].x, tile[3] *= gamma[n].y;
         }
     }
 
@@ -189,23 +199,22 @@ class Consumer {
         }
     }
 
-    // Transposes the warp's 16 tokens x 16 values through shared memory, then writes whole 32-byte sectors.
-    __device__ __forceinline__ void store_output(int chunk, const float (&out)[8], const Stage& stage) {
+    // Transposes the warp's 16 tokens x 16 values in the place of its v, then writes whole 32-byte sectors.
+    __device__ __forceinline__ void store_output(int chunk, const float (&out)[8], const Stage& stage, uint8_t* values) {
         uint32_t packed[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float2 q_norm = *reinterpret_cast<const float2*>(&stage.q_norm[2 * (lane_ % 4) + 8 * (i / 2)]);
             packed[i] = ptx::pack_bf16(out[2 * i] * q_norm.x, out[2 * i + 1] * q_norm.y);
         }
-        uint8_t* tile = smem_.output[warp_];
-        // Matrix m of the store is tokens 8 (m / 2), values 8 (m % 2); pieces of a row exchanged so that no banks collide.
-        const int row = lane_ % 8 + 8 * (lane_ / 16), piece = lane_ / 8 % 2;
-        __syncwarp();
-        ptx::stmatrix_x4_trans(ptx::shared_address(tile) + row * 32 + ((piece ^ (row >> 2 & 1)) << 4), packed);
+        uint8_t* tile = values + 32 * warp_;
+        // Matrix m of the store is tokens 8 (m / 2), values 8 (m % 2).
+        ptx::stmatrix_x4_trans(
+            ptx::shared_address(tile) + (lane_ % 8 + 8 * (lane_ / 16)) * kRowBytes + 16 * (lane_ / 8 % 2), packed);
         __syncwarp();
         const int token = lane_ / 2, side = lane_ % 2;
         if (chunk * kChunk + token < work_.length) {
-            const uint4 values = *reinterpret_cast<const uint4*>(tile + token * 32 + ((side ^ (token >> 2 & 1)) << 4));
+            const uint4 values = *reinterpret_cast<const uint4*>(tile + token * kRowBytes + 16 * side);
             __nv_bfloat16* target = static_cast<__nv_bfloat16*>(params_.o) +
                                     ((work_.first_token + chunk * kChunk + token) * params_.num_v_heads + work_.v_head) * kHeadDim +
                                     16 * warp_ + 8 * side;

@@ -18,8 +18,10 @@ template <int kConsumerWarps>
 __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
     for (int i = 0; i < kInputs; ++i) {
         ptx::mbarrier_init(&smem.input_full[i], 32);   // the loader's lanes
-        ptx::mbarrier_init(&smem.values_full[i], 32);
         ptx::mbarrier_init(&smem.input_empty[i], 3);  // two scalers, one builder
+    }
+    for (int i = 0; i < kValues; ++i) {
+        ptx::mbarrier_init(&smem.values_full[i], 32);
         ptx::mbarrier_init(&smem.values_empty[i], kConsumerWarps);
     }
     for (int i = 0; i < kStages; ++i) {
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__(Roles<kValueSplit>::kThreads, 1)
 
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
     if (group < Roles::kConsumerGroups) {
-        ptx::grow_registers<kConsumerRegisters>();
+        ptx::grow_registers<Roles::kConsumerRegisters>();
         Consumer(params, work, smem, part * Roles::kConsumerWarps + threadIdx.x / 32).run();
     } else if (group == Roles::kConsumerGroups) {
         ptx::shrink_registers<kScalerRegisters>();
@@ -57,7 +59,7 @@ __global__ void __launch_bounds__(Roles<kValueSplit>::kThreads, 1)
     } else {
         ptx::shrink_registers<kHelperRegisters>();
         if (warp == 0) load_chunks<GateT>(params, work, smem);
-        else if (warp < 3) Builder(params, work, smem, warp - 1).run();
+        else Builder(params, work, smem, warp - 1).run();
     }
 }
 

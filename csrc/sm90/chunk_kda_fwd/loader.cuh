@@ -20,11 +20,12 @@ class RowLoader {
         source_ += first_row_ * stride_ + column_;
     }
 
-    // Copies the next chunk, its rows past the sequence's end as zeros.
-    template <int kRowBytes, int kPitch>
+    // Copies the next chunk, its rows past the sequence's end as zeros; the second half of each row begins at kSecondHalf.
+    template <int kRowBytes, int kPitch, int kSecondHalf = kRowBytes / 2>
     __device__ __forceinline__ void load(void* shared, int rows) {
         constexpr int kStep = 32 * 16 / kRowBytes;  // rows a pass
-        const uint32_t target = ptx::shared_address(shared) + first_row_ * kPitch + column_;
+        const int column = column_ < kRowBytes / 2 ? column_ : column_ - kRowBytes / 2 + kSecondHalf;
+        const uint32_t target = ptx::shared_address(shared) + first_row_ * kPitch + column;
         const char* source = source_;
 #pragma unroll
         for (int row = 0; row < kChunk; row += kStep) {
@@ -49,19 +50,20 @@ __device__ __forceinline__ void load_chunks(const ChunkKdaFwdParams& params, con
     RowLoader v(params.v, work, params.num_v_heads, work.v_head, kRow, lane);
     RowLoader g(params.g, work, params.num_v_heads, work.v_head, kGateRow, lane);
 
-    int slot = 0, parity = 0;
+    int slot = 0, parity = 0, value_slot = 0, value_parity = 0;
     for (int chunk = 0; chunk < work.chunks; ++chunk) {
         const int rows = min(work.length - chunk * kChunk, kChunk);
         Input& input = smem.input[slot];
         ptx::mbarrier_wait(&smem.input_empty[slot], parity ^ 1);
         q.load<kRow, kRowBytes>(input.q, rows);
         k.load<kRow, kRowBytes>(input.k, rows);
-        g.load<kGateRow, kGateRow>(input.g, rows);
+        g.load<kGateRow, kHeadDim * 4, kHeadDim * 2>(input.g, rows);
         ptx::mbarrier_arrive_after_copies(&smem.input_full[slot]);
-        ptx::mbarrier_wait(&smem.values_empty[slot], parity ^ 1);
-        v.load<kRow, kRowBytes>(input.v, rows);
-        ptx::mbarrier_arrive_after_copies(&smem.values_full[slot]);
+        ptx::mbarrier_wait(&smem.values_empty[value_slot], value_parity ^ 1);
+        v.load<kRow, kRowBytes>(smem.values[value_slot], rows);
+        ptx::mbarrier_arrive_after_copies(&smem.values_full[value_slot]);
         if (++slot == kInputs) slot = 0, parity ^= 1;
+        if (++value_slot == kValues) value_slot = 0, value_parity ^= 1;
     }
 }
 

@@ -51,7 +51,7 @@ class Scaler {
     static_assert(kChunk % kRows == 0);
 
     template <GateMode kMode>
-    __device__ __forceinline__ void scale(const Input& input, Stage& stage, int rows) const {
+    __device__ __forceinline__ void scale(Input& input, Stage& stage, int rows) const {
         float2 G = make_float2(kAnchor, kAnchor);
         bool steep = false;
 #pragma unroll 1
@@ -71,19 +71,26 @@ class Scaler {
         const float2 last = make_float2(G.x - kAnchor, G.y - kAnchor);
         *reinterpret_cast<float2*>(&stage.gamma[channel()]) = make_float2(ptx::exp2_approx(last.x), ptx::exp2_approx(last.y));
         const uint32_t steep_pairs = __ballot_sync(~0u, steep);
-        if (lane_ == 0) stage.steep[half_] = steep_pairs;
-        if (__builtin_expect(steep_pairs, 0)) scale_steep<kMode>(input, stage, rows, last);
+        uint32_t pairwise = 0;
+        if (__builtin_expect(steep_pairs, 0)) pairwise = __ballot_sync(~0u, scale_steep<kMode>(input, stage, rows, last));
+        if (lane_ == 0) {
+            stage.steep[half_] = steep_pairs;
+            stage.pairwise[half_] = pairwise;
+        }
     }
 
-    // Once more, with G_last known: steep entries leave the products, and k gets its decay to the end of the chunk.
+    // Once more, with G_last known: steep entries leave the products, k gets its decay to the end of the chunk, and G takes the
+    // place of g. Returns whether a pair of tokens that the products left out is not forgotten altogether.
     template <GateMode kMode>
-    __device__ __forceinline__ void scale_steep(const Input& input, Stage& stage, int rows, float2 last) const {
-        float2 G = make_float2(kAnchor, kAnchor);
+    __device__ __forceinline__ bool scale_steep(Input& input, Stage& stage, int rows, float2 last) const {
+        float2 G = make_float2(kAnchor, kAnchor), least = make_float2(INFINITY, INFINITY);
+        bool met0 = false, met1 = false, pairwise = false;  // a steep entry so far
 #pragma unroll 1
         for (int first = 0; first < kChunk; first += kRows) {
             float2 sum[kRows];
             sum_gates<kMode>(sum, G, input, first, rows);
             G = sum[kRows - 1];
+            __syncwarp();  // all of the rows are read
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 const Operands x = load(input, first, i);
@@ -92,9 +99,14 @@ class Scaler {
                       steep0 ? 0.0f : ptx::exp2_approx(-sum[i].x), steep1 ? 0.0f : ptx::exp2_approx(-sum[i].y));
                 *reinterpret_cast<uint32_t*>(stage.k_restored[half_] + 128 * first + offset(i)) =
                     ptx::pack_bf16(x.k0 * ptx::exp2_approx(last.x - sum[i].x), x.k1 * ptx::exp2_approx(last.y - sum[i].y));
-                *reinterpret_cast<float2*>(&stage.G[decay_index(first + i, channel())]) = sum[i];
+                *reinterpret_cast<float2*>(&input.g[decay_index(first + i, channel())]) = sum[i];
+                met0 |= steep0, met1 |= steep1;
+                pairwise |= met0 && !(sum[i].x - least.x <= kForgotten);  // true for NaN
+                pairwise |= met1 && !(sum[i].y - least.y <= kForgotten);
+                least = make_float2(fminf(least.x, sum[i].x), fminf(least.y, sum[i].y));
             }
         }
+        return pairwise;
     }
 
     struct Operands {
@@ -108,14 +120,15 @@ class Scaler {
     // sum[i] = G + the log2 gates of rows first .. first + i.
     template <GateMode kMode>
     __device__ __forceinline__ void sum_gates(float2 (&sum)[kRows], float2 G, const Input& input, int first, int rows) const {
-        const GateT* raw = reinterpret_cast<const GateT*>(input.g) + first * kHeadDim + channel();
+        const GateT* raw = reinterpret_cast<const GateT*>(input.g + first * kHeadDim + 64 * half_) + 2 * lane_;
+        constexpr int kPitch = kHeadDim * 4 / int(sizeof(GateT));
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             float2 pair;
             if constexpr (sizeof(GateT) == 4) {
-                pair = *reinterpret_cast<const float2*>(raw + i * kHeadDim);
+                pair = *reinterpret_cast<const float2*>(raw + i * kPitch);
             } else {
-                const uint32_t packed = *reinterpret_cast<const uint32_t*>(raw + i * kHeadDim);
+                const uint32_t packed = *reinterpret_cast<const uint32_t*>(raw + i * kPitch);
                 pair = make_float2(ptx::bf16_low(packed), ptx::bf16_high(packed));
             }
             sum[i] = make_float2(gate_[0].template activate<kMode>(pair.x), gate_[1].template activate<kMode>(pair.y));
