@@ -69,11 +69,13 @@ def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor
     """Runs an accepted call on the CUDA kernels, on the tensors' device and that device's current stream.
 
     Args:
-        call: a call that the dispatcher accepted: K = V = 128, q, k, v bfloat16, g and beta bfloat16 or float32, no gradients.
+        call: a call that the dispatcher accepted: K = V = 128; q, k, v bfloat16; g and beta bfloat16 or float32; no
+            gradients.
         path: the kernel that the dispatcher chose, a key of `KERNELS`.
 
     Returns:
-        o [B, T, HV, V] in q's dtype, and final_state [N, HV, K, V] ([N, HV, V, K] if ``call.state_v_first``) float32, or None.
+        o [B, T, HV, V] in q's dtype, and final_state float32 [N, HV, K, V] ([N, HV, V, K] if ``call.state_v_first``),
+        or None.
     """
     v = _packed(call.v)
     o = torch.empty_like(v)

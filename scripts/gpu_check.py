@@ -4,9 +4,9 @@
     python scripts/gpu_check.py --source-hash        the hash of csrc/ and the package; needs no torch
 
 Runs tests/gpu once for each kernel that runs on the GPU, file by file as groups, then the full comparison of
-scripts/parity.py, in one process. The record is {source_sha256, gpu, versions, groups: {name: {passed, failed, skipped}}, seconds, complete};
-it is rewritten after each group, so that a run that is cut short leaves what it had. Exits with 1 when anything
-failed.
+scripts/parity.py, in one process. The record is {source_sha256, gpu, versions, groups: {name: {passed, failed,
+skipped}}, seconds, complete}; it is rewritten after each group, so that a run that is cut short leaves what it had.
+Exits with 1 when anything failed.
 """
 
 import argparse

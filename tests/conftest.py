@@ -1,6 +1,5 @@
 """Where do tests run? Tests in tests/gpu are skipped, with the reason shown, where the kernels cannot be launched."""
 
-import os
 from functools import cache
 from pathlib import Path
 
@@ -9,8 +8,8 @@ import torch
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
-# Two cores are what a build machine has; more threads than cores slow small tensors down.
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+# Small tensors gain nothing from a second thread, and threads that wait for one another on a busy machine spin.
+torch.set_num_threads(1)
 
 
 @cache

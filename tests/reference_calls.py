@@ -1,10 +1,12 @@
-"""How the tests of the reference call it: `Call`s from keywords, small random inputs, tolerances with their reasons."""
+"""How the tests of the reference call it: `Call`s from keywords, random inputs, steep gates, tolerances with reasons."""
 
 import torch
 
 from fla_kda_backend.call import Call
 from fla_kda_backend.reference import chunk_kda, recurrent_kda
 from tests.kdakit import cases
+
+INF = float("inf")
 
 # Relative L2 errors against the fp64 recurrence.
 FLOAT64 = 1e-12  # the same sums in another order: thousands of ulps of room, far below any mistake of method
@@ -66,3 +68,28 @@ def random_arguments(
     if lengths is not None:
         arguments["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
     return arguments
+
+
+def steepen(g: torch.Tensor, gates: str) -> None:
+    """Make activated gates [B, T, HV, K] steep, in place, in one of the ways named below."""
+    if gates == "all-80":
+        g.fill_(-80)
+    elif gates == "one-channel-80":
+        g.mul_(1e-3)
+        g[..., 5] = -80
+    elif gates == "bursts":  # mild decays right after enormous ones: a difference of two sums would lose them
+        g.mul_(1e-2)
+        g[:, ::9] = -1e6
+    elif gates == "one-head-inf":
+        g[:, 40:, 1] = -INF
+    elif gates == "some-inf":
+        g[:, 3::17, :, ::3] = -INF
+    elif gates == "inf-among-none":
+        g.zero_()
+        g[:, 3::17, :, ::3] = -INF
+    elif gates == "last-token-inf":
+        g[:, -1] = -INF
+    elif gates == "all-inf":
+        g.fill_(-INF)
+    else:
+        raise ValueError(f"unknown way {gates!r}")
