@@ -17,6 +17,10 @@ _LIBRARY_FOLDER = Path(__file__).parent / "_C"
 _ALIGNMENT = 16
 # Paths that end in the operator, and the numbers that it knows them by.
 KERNELS = {"portable": 0, "hopper": 1}
+# Two segments would do the work of a whole sequence one after the other.
+MIN_SEGMENTS = 3
+MIN_SEGMENTED_TOKENS = 4096
+MIN_SEGMENT_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,30 @@ def load_error() -> str | None:
     return _load()[1]
 
 
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def count_segments(heads: int, tokens: int, multiprocessors: int) -> int:
+    """How many segments of each sequence the Hopper kernel should run side by side; 1 where it should run them whole.
+
+    Segments need the maps of the inner ones first, so that a call of n segments runs 2n - 3 and then n - 1 segments a head,
+    each of 1/n of the chunks, instead of one whole sequence. That pays where both passes fit the device at once, and where
+    the segments are long enough to outweigh two more launches and the states that travel between them.
+
+    Args:
+        heads: sequences x value heads. tokens: of a sequence (their mean in a packed call).
+        multiprocessors: of the device.
+    """
+    if heads == 0 or tokens < MIN_SEGMENTED_TOKENS:
+        return 1
+    fitting = (multiprocessors // heads + 3) // 2
+    longest = tokens // MIN_SEGMENT_TOKENS
+    segments = min(fitting, longest)
+    return segments if segments >= MIN_SEGMENTS else 1
+
+
 def _packed(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The tensor, or a copy of it where it is not contiguous or not aligned."""
     if tensor is None:
@@ -79,11 +107,16 @@ def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor
     """
     v = _packed(call.v)
     o = torch.empty_like(v)
+    B, T, HV, V = v.shape
+    K = call.k.shape[-1]
+    N = B if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
+    segments, maps = 1, None
+    if path == "hopper":
+        segments = count_segments(N * HV, T if call.cu_seqlens is None else T // N, _multiprocessors(v.device))
+        if segments > 1:
+            maps = v.new_empty((N, segments, HV, 2, V, K), dtype=torch.float32)
     final_state = None
     if call.output_final_state:
-        B, _, HV, V = v.shape
-        N = B if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-        K = call.k.shape[-1]
         final_state = v.new_empty((N, HV, V, K) if call.state_v_first else (N, HV, K, V), dtype=torch.float32)
     torch.ops.fla_kda_backend.chunk_kda_fwd(
         _packed(call.q),
@@ -104,5 +137,7 @@ def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor
         (2 if call.allow_neg_eigval else 1) if call.use_beta_sigmoid_in_kernel else 0,
         call.state_v_first,
         KERNELS[path],
+        segments,
+        maps,
     )
     return o, final_state

@@ -45,28 +45,38 @@ cudaError_t launch_portable(const ChunkKdaFwdParams& params, cudaStream_t stream
                                               : kda::sm80::launch_gate_fp32(params, stream);
 }
 
-cudaError_t launch_hopper(const ChunkKdaFwdParams& params, int device, cudaStream_t stream) {
 #if FLA_KDA_HAS_SM90
-    int multiprocessors = 0;
-    const cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    if (error != cudaSuccess) return error;
+cudaError_t launch_hopper_pass(ChunkKdaFwdParams params, Pass pass, int multiprocessors, cudaStream_t stream) {
+    params.pass = pass;
     // Two blocks a head shorten its chain of chunks; they pay while the device has multiprocessors to spare.
-    const bool split = 2 * params.num_sequences * params.num_v_heads <= multiprocessors;
+    const bool split = 2 * blocks_of_pass(params) <= multiprocessors;
     if (params.g_dtype == Dtype::kBFloat16) {
         return split ? kda::sm90::launch_gate_bf16_split(params, stream) : kda::sm90::launch_gate_bf16(params, stream);
     }
     return split ? kda::sm90::launch_gate_fp32_split(params, stream) : kda::sm90::launch_gate_fp32(params, stream);
-#else
-    return cudaErrorNoKernelImageForDevice;
-#endif
 }
+
+cudaError_t launch_hopper(const ChunkKdaFwdParams& params, int device, cudaStream_t stream) {
+    int multiprocessors = 0;
+    cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return error;
+    if (params.segments == 1) return launch_hopper_pass(params, Pass::kWhole, multiprocessors, stream);
+    error = launch_hopper_pass(params, Pass::kMaps, multiprocessors, stream);
+    if (error == cudaSuccess && params.num_sequences > 0) error = kda::sm90::launch_join_segments(params, stream);
+    if (error == cudaSuccess) error = launch_hopper_pass(params, Pass::kReplay, multiprocessors, stream);
+    return error;
+}
+#else
+cudaError_t launch_hopper(const ChunkKdaFwdParams&, int, cudaStream_t) { return cudaErrorNoKernelImageForDevice; }
+#endif
 
 }  // namespace
 
 void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::optional<Tensor> A_log,
                    std::optional<Tensor> dt_bias, std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens,
                    Tensor o, std::optional<Tensor> final_state, double scale, bool use_qk_l2norm, bool use_gate,
-                   std::optional<double> lower_bound, int64_t beta_mode, bool state_v_first, int64_t kernel) {
+                   std::optional<double> lower_bound, int64_t beta_mode, bool state_v_first, int64_t kernel,
+                   int64_t segments, std::optional<Tensor> maps) {
     STD_TORCH_CHECK(q.dim() == 4 && v.dim() == 4, "chunk_kda_fwd: q and v must have four dimensions");
     STD_TORCH_CHECK(q.is_cuda(), "chunk_kda_fwd: q must be a CUDA tensor");
     const int64_t batch = q.size(0), tokens = q.size(1), H = q.size(2), HV = v.size(2);
@@ -79,6 +89,7 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
                     "chunk_kda_fwd: q, k, v and o must be bfloat16");
     STD_TORCH_CHECK(beta_mode >= 0 && beta_mode <= 2, "chunk_kda_fwd: unknown beta_mode");
     STD_TORCH_CHECK(kernel == kPortable || kernel == kHopper, "chunk_kda_fwd: unknown kernel");
+    STD_TORCH_CHECK(segments >= 1 && segments <= 1024, "chunk_kda_fwd: segments must be 1..1024");
     STD_TORCH_CHECK(kernel != kHopper || lower_bound.value_or(0.0) >= -110.0,
                     "chunk_kda_fwd: the Hopper kernel needs a lower_bound of at least -110");
     STD_TORCH_CHECK(!use_gate || A_log.has_value() || lower_bound.has_value(),
@@ -137,6 +148,13 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
     params.beta_mode = BetaMode(beta_mode);
     params.use_qk_l2norm = use_qk_l2norm;
     params.state_v_first = state_v_first;
+
+    params.segments = int(segments);
+    if (segments > 1) {
+        STD_TORCH_CHECK(kernel == kHopper && maps.has_value() && maps->scalar_type() == ScalarType::Float,
+                        "chunk_kda_fwd: segments need the Hopper kernel and float32 maps");
+        params.maps = const_cast<float*>(static_cast<const float*>(address(*maps, "maps", 2 * segments * state_numel, device)));
+    }
 
     const torch::stable::accelerator::DeviceGuard guard(device);
     const cudaStream_t stream = current_cuda_stream(device);

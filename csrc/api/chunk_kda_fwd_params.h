@@ -7,6 +7,11 @@ enum class Dtype : int { kFloat32, kBFloat16, kFloat16, kFloat64 };
 enum class GateMode : int { kGiven, kSoftplus, kBounded };     // g as given; -exp(A_log) softplus(.); bound * sigmoid(.)
 enum class BetaMode : int { kGiven, kSigmoid, kTwiceSigmoid };
 
+// What a launch over segments of sequences does. A segment maps the state that enters it to the one that leaves it, affinely:
+// S -> M S + B. `kMaps` finds M and B of every segment but the last (and runs the first for good, its state being known); `kReplay`
+// runs the others from the states that the maps gave.
+enum class Pass : int { kWhole, kMaps, kReplay };
+
 struct ChunkKdaFwdParams {
     // All contiguous, the first six 16-byte aligned. Shapes as in fla.ops.kda.chunk_kda.
     const void* q;              // [B, T, H, 128] bf16
@@ -34,4 +39,22 @@ struct ChunkKdaFwdParams {
     bool use_qk_l2norm;
     bool state_v_first;         // states are [N, HV, V, K] instead of [N, HV, K, V]
     bool cu_seqlens_is_int64;
+
+    // Parallelism over the sequence: 1 and null where there is none.
+    int segments;               // of each sequence, equally many chunks each but for the last
+    Pass pass;
+    float* maps;                // [N, segments, HV, 2, 128 (V), 128 (K)]: M^T, and B^T which becomes the state leaving the segment
 };
+
+// How many blocks a pass over segments has: both maps of the inner segments, the leaving state alone of the first.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+inline int64_t blocks_of_pass(const ChunkKdaFwdParams& params) {
+    const int64_t heads = params.num_sequences * params.num_v_heads;
+    switch (params.pass) {
+        case Pass::kWhole: return heads;
+        case Pass::kMaps: return heads * (2 * params.segments - 3);
+        default: return heads * (params.segments - 1);
+    }
+}

@@ -40,6 +40,46 @@ __device__ __forceinline__ Work locate_work(const ChunkKdaFwdParams& params, int
     return work;
 }
 
+// One segment of one (sequence, value head), of a launch over segments.
+struct Segment {
+    int64_t sequence;
+    int index;
+    int v_head;
+    bool is_map;  // find M rather than B
+};
+
+__device__ __forceinline__ Segment locate_segment(const ChunkKdaFwdParams& params, int64_t block) {
+    const int64_t heads = params.num_sequences * params.num_v_heads;
+    const int part = int(block / heads);
+    const int64_t head = block - part * heads;
+    Segment segment;
+    segment.sequence = head / params.num_v_heads;
+    segment.v_head = int(head - segment.sequence * params.num_v_heads);
+    segment.is_map = params.pass == Pass::kMaps && part >= params.segments - 1;
+    segment.index = params.pass == Pass::kWhole    ? 0
+                    : params.pass == Pass::kReplay ? part + 1
+                                                   : segment.is_map ? part - (params.segments - 2) : part;
+    return segment;
+}
+
+// The part of a sequence that a segment is; possibly none of it.
+__device__ __forceinline__ Work cut_segment(const ChunkKdaFwdParams& params, const Segment& segment) {
+    Work work = locate_work(params, segment.sequence * params.num_v_heads + segment.v_head);
+    if (params.pass == Pass::kWhole) return work;
+    const int chunks = (work.chunks + params.segments - 1) / params.segments;
+    const int first = min(segment.index * chunks, work.chunks);
+    work.chunks = min(chunks, work.chunks - first);
+    work.first_token += int64_t(first) * kChunk;
+    work.length = min(work.length - first * kChunk, work.chunks * kChunk);
+    return work;
+}
+
+// A map of a segment: 0 M^T, 1 B^T and then the state that leaves the segment, [V, K] each.
+__device__ __forceinline__ float* segment_map(const ChunkKdaFwdParams& params, int64_t sequence, int index, int v_head, int which) {
+    const int64_t segment = (sequence * params.segments + index) * params.num_v_heads + v_head;
+    return params.maps + (2 * segment + which) * (kHeadDim * kHeadDim);
+}
+
 // Clears the output rows before the first and after the last sequence of a packed call.
 __device__ __forceinline__ void zero_uncovered_rows(const ChunkKdaFwdParams& params, int64_t part, int64_t parts) {
     const int64_t row_pieces = int64_t(params.num_v_heads) * kHeadDim * 2 / 16;

@@ -20,8 +20,11 @@ namespace kda::sm90 {
 class Consumer {
    public:
     // `warp`: of the eight that share V, 16 columns each.
-    __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem, int warp)
-        : params_(params), work_(work), smem_(smem), lane_(threadIdx.x % 32), warp_(warp) {}
+    __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, const Segment& segment, const Work& work,
+                                         SharedMemory& smem, int warp)
+        : params_(params), segment_(segment), work_(work), smem_(smem), lane_(threadIdx.x % 32), warp_(warp),
+          output_(static_cast<__nv_bfloat16*>(params.o) +
+                  ((work.first_token + lane_ / 2) * params.num_v_heads + work.v_head) * kHeadDim + 16 * warp + 8 * (lane_ % 2)) {}
 
     __device__ __forceinline__ void run() {
         load_state();
@@ -31,7 +34,7 @@ class Consumer {
             if (++slot == kValues) slot = 0, slot_parity ^= 1;
             if (++stage == kStages) stage = 0, stage_parity ^= 1;
         }
-        if (params_.final_state) store_state();
+        store_state();
     }
 
    private:
@@ -39,18 +42,27 @@ class Consumer {
     __device__ __forceinline__ int value_of(int i) const { return 16 * warp_ + lane_ / 4 + 8 * (i / 2 % 2); }
     __device__ __forceinline__ int key_of(int h, int i) const { return 64 * h + 8 * (i / 4) + 2 * (lane_ % 4) + i % 2; }
 
+    // The caller's states at a sequence's ends, the maps' states between segments, and for M the identity.
     __device__ __forceinline__ void load_state() {
-        const float* source = params_.initial_state ? params_.initial_state + work_.state * kHeadDim * kHeadDim : nullptr;
+        const bool inner = segment_.index > 0;
+        const float* source = inner ? nullptr : params_.initial_state;
+        if (source) source += work_.state * kHeadDim * kHeadDim;
+        if (inner && params_.pass == Pass::kReplay) {
+            source = segment_map(params_, segment_.sequence, segment_.index - 1, segment_.v_head, 1);
+        }
+        const bool v_first = inner || params_.state_v_first;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
             for (int i = 0; i < 32; i += 2) {
                 float2 pair = make_float2(0.0f, 0.0f);
-                if (source && params_.state_v_first) {
+                if (source && v_first) {
                     pair = *reinterpret_cast<const float2*>(source + value_of(i) * kHeadDim + key_of(h, i));
                 } else if (source) {
                     pair = make_float2(source[key_of(h, i) * kHeadDim + value_of(i)],
                                        source[key_of(h, i + 1) * kHeadDim + value_of(i)]);
+                } else if (segment_.is_map) {
+                    pair = make_float2(value_of(i) == key_of(h, i), value_of(i) == key_of(h, i + 1));
                 }
                 state_[h][i] = pair.x * kAnchorInverse;
                 state_[h][i + 1] = pair.y * kAnchorInverse;
@@ -59,13 +71,19 @@ class Consumer {
     }
 
     __device__ __forceinline__ void store_state() {
-        float* target = params_.final_state + work_.state * kHeadDim * kHeadDim;
+        const bool inner = params_.pass != Pass::kWhole && segment_.index < params_.segments - 1;
+        if (inner && params_.pass == Pass::kReplay) return;  // known from the maps
+        float* target = params_.final_state;
+        if (target) target += work_.state * kHeadDim * kHeadDim;
+        if (inner) target = segment_map(params_, segment_.sequence, segment_.index, segment_.v_head, segment_.is_map ? 0 : 1);
+        if (!target) return;
+        const bool v_first = inner || params_.state_v_first;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
             for (int i = 0; i < 32; i += 2) {
                 const float x = state_[h][i] * kAnchorScale, y = state_[h][i + 1] * kAnchorScale;
-                if (params_.state_v_first) {
+                if (v_first) {
                     *reinterpret_cast<float2*>(target + value_of(i) * kHeadDim + key_of(h, i)) = make_float2(x, y);
                 } else {
                     target[key_of(h, i) * kHeadDim + value_of(i)] = x;
@@ -103,6 +121,7 @@ class Consumer {
         uint32_t v[4];
         ptx::ldmatrix_x4_trans(v, ptx::shared_address(smem_.values[slot]) + (lane_ % 8 + 8 * (lane_ / 16)) * kRowBytes +
                                       2 * (16 * warp_ + 8 * (lane_ / 8 % 2)));
+        if (segment_.is_map) v[0] = v[1] = v[2] = v[3] = 0;  // M alone, without B
         ptx::mbarrier_wait(&smem_.built[stage_index], stage_parity);
         const int token = 2 * (lane_ % 4);
         float2 beta[2], k_norm[2];
@@ -169,7 +188,7 @@ class Consumer {
         ptx::wgmma_wait<1>();
 #pragma unroll
         for (int i = 0; i < 8; ++i) out[i] += product[8 + i];
-        store_output(chunk, out, stage, smem_.values[slot]);
+        if (has_output()) store_output(chunk, out, stage, smem_.values[slot]);
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -212,20 +231,22 @@ class Consumer {
         ptx::stmatrix_x4_trans(
             ptx::shared_address(tile) + (lane_ % 8 + 8 * (lane_ / 16)) * kRowBytes + 16 * (lane_ / 8 % 2), packed);
         __syncwarp();
-        const int token = lane_ / 2, side = lane_ % 2;
+        const int token = lane_ / 2;
         if (chunk * kChunk + token < work_.length) {
-            const uint4 values = *reinterpret_cast<const uint4*>(tile + token * kRowBytes + 16 * side);
-            __nv_bfloat16* target = static_cast<__nv_bfloat16*>(params_.o) +
-                                    ((work_.first_token + chunk * kChunk + token) * params_.num_v_heads + work_.v_head) * kHeadDim +
-                                    16 * warp_ + 8 * side;
-            *reinterpret_cast<uint4*>(target) = values;
+            *reinterpret_cast<uint4*>(output_) = *reinterpret_cast<const uint4*>(tile + token * kRowBytes + 16 * (lane_ % 2));
         }
+        output_ += int64_t(kChunk) * params_.num_v_heads * kHeadDim;
     }
 
+    // Where the true state is known.
+    __device__ __forceinline__ bool has_output() const { return params_.pass != Pass::kMaps || segment_.index == 0; }
+
     const ChunkKdaFwdParams& params_;
+    const Segment& segment_;
     const Work& work_;
     SharedMemory& smem_;
     const int lane_, warp_;
+    __nv_bfloat16* output_;  // the eight values of one token that the lane writes, of the current chunk
     float state_[2][32];
 };
 

@@ -1,6 +1,6 @@
 // Hopper KDA forward (sm_90a: wgmma, asynchronous copies, mbarriers), chunk 16, K = V = 128.
 //
-// One block owns one (sequence, value head), or half of its V. A loader warp brings raw chunks into shared memory; scaler warps (scaler.cuh) decay q
+// One block owns one (sequence, value head), a segment of it, or half of its V. A loader warp brings raw chunks into shared memory; scaler warps (scaler.cuh) decay q
 // and k; builder warps (builder.cuh) make the 16 x 16 factors; consumer warpgroups (consumer.cuh) run the recurrence with the state
 // in fp32 registers. Each role works chunks ahead of the next, and factors never go through global memory.
 #pragma once
@@ -39,12 +39,13 @@ __global__ void __launch_bounds__(Roles<kValueSplit>::kThreads, 1)
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedMemory& smem = *reinterpret_cast<SharedMemory*>(shared_bytes);
 
-    const int64_t blocks_of_work = params.num_sequences * params.num_v_heads * kValueSplit;
+    const int64_t blocks_of_work = blocks_of_pass(params) * kValueSplit;
     if (blockIdx.x >= blocks_of_work) {
         zero_uncovered_rows(params, blockIdx.x - blocks_of_work, gridDim.x - blocks_of_work);
         return;
     }
-    const Work work = locate_work(params, blockIdx.x / kValueSplit);
+    const Segment segment = locate_segment(params, blockIdx.x / kValueSplit);
+    const Work work = cut_segment(params, segment);
     const int part = blockIdx.x % kValueSplit;
     if (threadIdx.x == 0) init_barriers<Roles::kConsumerWarps>(smem);
     __syncthreads();
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(Roles<kValueSplit>::kThreads, 1)
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
     if (group < Roles::kConsumerGroups) {
         ptx::grow_registers<Roles::kConsumerRegisters>();
-        Consumer(params, work, smem, part * Roles::kConsumerWarps + threadIdx.x / 32).run();
+        Consumer(params, segment, work, smem, part * Roles::kConsumerWarps + threadIdx.x / 32).run();
     } else if (group == Roles::kConsumerGroups) {
         ptx::shrink_registers<kScalerRegisters>();
         Scaler<GateT>(params, work, smem, warp).run();
@@ -69,7 +70,9 @@ cudaError_t launch(const ChunkKdaFwdParams& params, cudaStream_t stream) {
     const auto kernel = chunk_kda_fwd_kernel<GateT, kValueSplit>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedMemory));
     if (error != cudaSuccess) return error;
-    const int64_t blocks = params.num_sequences * params.num_v_heads * kValueSplit + (params.cu_seqlens ? kZeroingBlocks : 0);
+    // Rows of no sequence are cleared once, with the first outputs.
+    const bool clears = params.cu_seqlens && params.pass != Pass::kReplay;
+    const int64_t blocks = blocks_of_pass(params) * kValueSplit + (clears ? kZeroingBlocks : 0);
     if (blocks == 0) return cudaSuccess;
     kernel<<<dim3(unsigned(blocks)), Roles<kValueSplit>::kThreads, sizeof(SharedMemory), stream>>>(params);
     return cudaGetLastError();

@@ -12,4 +12,7 @@ cudaError_t launch_gate_fp32(const ChunkKdaFwdParams& params, cudaStream_t strea
 cudaError_t launch_gate_bf16_split(const ChunkKdaFwdParams& params, cudaStream_t stream);
 cudaError_t launch_gate_fp32_split(const ChunkKdaFwdParams& params, cudaStream_t stream);
 
+// Between the passes over segments.
+cudaError_t launch_join_segments(const ChunkKdaFwdParams& params, cudaStream_t stream);
+
 }  // namespace kda::sm90

@@ -1,0 +1,70 @@
+"""Are sequences that are cut into segments, to fill the GPU with few heads, as exact as whole ones?"""
+
+import pytest
+import torch
+
+from fla_kda_backend import ops
+from tests.gpu import DEVICE
+from tests.kdakit import cases, compare
+from tests.kdakit.run import expected_path, run_exactly, run_on_kernels, same_bits
+
+HEADS, TOKENS = 2, 8192
+# Sequences of which one is longer than all its segments, one is shorter than a chunk, one is empty.
+LENGTHS = (11000, 7, 0, 3001, 8000)
+
+
+def build(name: str, gate: str, **changes) -> dict:
+    case = cases.Case(cases.caller(name), "dense", gate)
+    return cases.build(case, tokens=TOKENS, heads=HEADS, device=DEVICE, seed=21).arguments | changes
+
+
+def check(arguments: dict) -> None:
+    if expected_path() != "hopper":
+        pytest.skip("only the Hopper kernel cuts sequences into segments")
+    sequences = 1 if arguments.get("cu_seqlens") is None else len(arguments["cu_seqlens"]) - 1
+    _, tokens, heads, _ = arguments["v"].shape
+    count = ops.count_segments(sequences * heads, tokens // sequences, 132)
+    assert count > 1, "the call is not cut into segments"
+    o, state = run_on_kernels(arguments)
+    exact_o, exact_state = run_exactly(cases.judge_arguments(arguments))
+    compare.assert_close(o, exact_o, compare.CUDA_FORWARD.o, "o")
+    if exact_state is not None:
+        compare.assert_close(state, exact_state, compare.CUDA_FORWARD.state, "final_state")
+    again_o, again_state = run_on_kernels(arguments)
+    assert same_bits(o, again_o) and same_bits(state, again_state), "two runs differ"
+
+
+@pytest.mark.parametrize("name", ["1-kimi-linear", "3-kimi-k3", "5-fla-default"])
+@pytest.mark.parametrize("gate", ["randn", "long-memory", "trained", "mixed"])
+def test_dense_calls_in_segments_match_the_recurrence(name, gate):
+    check(build(name, gate))
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_packed_sequences_in_segments_match_the_recurrence(v_first, with_state):
+    total = sum(LENGTHS)
+    case = cases.Case(cases.caller("4-fla-safe-gate"), "dense", "long-memory")
+    arguments = dict(cases.build(case, tokens=total + 16, heads=HEADS, device=DEVICE, seed=22).arguments)
+    arguments |= {name: arguments[name][:, :total] for name in ("q", "k", "v", "g", "beta")}
+    borders = torch.tensor((0, *LENGTHS), device=DEVICE).cumsum(0)
+    states = torch.randn(len(LENGTHS), HEADS, 128, 128, device=DEVICE) if with_state else None
+    arguments |= {"cu_seqlens": borders, "initial_state": states, "output_final_state": True, "state_v_first": v_first}
+    check(arguments)
+
+
+def test_no_final_state_and_a_tail_in_segments():
+    arguments = build("1-kimi-linear", "long-memory", initial_state=None, output_final_state=False)
+    check(arguments | {name: arguments[name][:, :-5] for name in ("q", "k", "v", "g", "beta")})
+
+
+def test_the_past_ignores_the_future_across_segments():
+    arguments = build("3-kimi-k3", "long-memory")
+    o, _ = run_on_kernels(arguments)
+    changed = dict(arguments, v=arguments["v"].clone(), g=arguments["g"].clone())
+    start = 3333
+    changed["v"][:, start:] += 1
+    changed["g"][:, start:] = 4
+    later, _ = run_on_kernels(changed)
+    assert same_bits(o[:, :start], later[:, :start])
+    assert not torch.equal(o[:, start:], later[:, start:])

@@ -1,0 +1,34 @@
+"""Into how many segments is a sequence cut? The rule of the Hopper kernel, for the H200's 132 multiprocessors and others."""
+
+import pytest
+
+from fla_kda_backend import ops
+
+
+@pytest.mark.parametrize(
+    "heads, tokens, segments",
+    [
+        (96, 8192, 1),  # the heads fill the device
+        (64, 8192, 1),  # two segments would take as long as the whole
+        (32, 8192, 3),
+        (8, 8192, 9),
+        (8, 131072, 9),  # longer segments, not more of them
+        (4, 65536, 18),
+        (1, 8192, 32),  # none shorter than 256 tokens
+        (8, 2048, 1),  # not worth two more launches
+        (8, 0, 1),
+        (0, 8192, 1),
+    ],
+)
+def test_number_of_segments_on_132_multiprocessors(heads, tokens, segments):
+    assert ops.count_segments(heads, tokens, 132) == segments
+
+
+@pytest.mark.parametrize("multiprocessors", [78, 114, 132, 144])
+@pytest.mark.parametrize("heads", [1, 3, 8, 12, 24, 32, 48])
+@pytest.mark.parametrize("tokens", [4096, 10000, 1 << 20])
+def test_both_passes_over_segments_fit_the_device_at_once(heads, tokens, multiprocessors):
+    segments = ops.count_segments(heads, tokens, multiprocessors)
+    if segments > 1:
+        assert heads * (2 * segments - 3) <= multiprocessors
+        assert tokens // segments >= ops.MIN_SEGMENT_TOKENS
