@@ -8,6 +8,7 @@
 #pragma once
 
 #include "common/sequence.cuh"
+#include "common/small_products.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma.cuh"
@@ -100,26 +101,30 @@ class Consumer {
 
         // (beta (V - Kd S))^T, in the layout of `removed`, as an A operand.
         uint32_t v[4], high[4], low[4];
+        float u[8];
         ptx::ldmatrix_x4_trans(v, ptx::shared_address(stage.v) + tile_offset(b_row, first_value_ + b_column));
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             const float2 beta = *reinterpret_cast<const float2*>(beta_of + key_of(n, 0));
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                removed[n][2 * r] = beta.x * (ptx::bf16_low(v[2 * n + r]) - kAnchorInverse * removed[n][2 * r]);
-                removed[n][2 * r + 1] = beta.y * (ptx::bf16_high(v[2 * n + r]) - kAnchorInverse * removed[n][2 * r + 1]);
+                const int i = 2 * n + r;
+                u[2 * i] = beta.x * (ptx::bf16_low(v[i]) - kAnchorInverse * removed[n][2 * r]);
+                u[2 * i + 1] = beta.y * (ptx::bf16_high(v[i]) - kAnchorInverse * removed[n][2 * r + 1]);
             }
         }
-        split_operand(high, low, removed);
+        split_operand(high, low, u);
 
         // U^T
         uint32_t inverse[4];
         ptx::ldmatrix_x4(inverse, ptx::shared_address(stage.inverse) + square_offset(b_row, b_column));
-        float u[2][4] = {};
-        ptx::mma_m16n8k16(u[0], high, inverse[0], inverse[1]);
-        ptx::mma_m16n8k16(u[1], high, inverse[2], inverse[3]);
-        ptx::mma_m16n8k16(u[0], low, inverse[0], inverse[1]);
-        ptx::mma_m16n8k16(u[1], low, inverse[2], inverse[3]);
+        float product[2][4] = {};
+        ptx::mma_m16n8k16(product[0], high, inverse[0], inverse[1]);
+        ptx::mma_m16n8k16(product[1], high, inverse[2], inverse[3]);
+        ptx::mma_m16n8k16(product[0], low, inverse[0], inverse[1]);
+        ptx::mma_m16n8k16(product[1], low, inverse[2], inverse[3]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) u[i] = product[i / 4][i % 4];
         split_operand(high, low, u);
 
         // S
@@ -150,16 +155,6 @@ class Consumer {
 #pragma unroll
         for (int n = 0; n < 2; ++n) ptx::mma_m16n8k16(out[n], p, high[n], high[n + 2]);
         store_output(chunk, out);
-    }
-
-    // Two C tiles side by side as an A operand of two bf16 terms.
-    static __device__ __forceinline__ void split_operand(uint32_t (&high)[4], uint32_t (&low)[4], const float (&c)[2][4]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float x = c[i / 2][2 * (i % 2)], y = c[i / 2][2 * (i % 2) + 1];
-            high[i] = ptx::pack_bf16(x, y);
-            low[i] = ptx::pack_bf16(x - ptx::bf16_low(high[i]), y - ptx::bf16_high(high[i]));
-        }
     }
 
     __device__ __forceinline__ void store_output(int chunk, const float (&out)[2][4]) {

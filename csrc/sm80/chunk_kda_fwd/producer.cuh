@@ -11,6 +11,7 @@
 
 #include "common/gates.cuh"
 #include "common/sequence.cuh"
+#include "common/small_products.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mma.cuh"
@@ -335,24 +336,11 @@ class Producer {
         x[2] = ptx::bf16_low(packed.y), x[3] = ptx::bf16_high(packed.y);
     }
 
-    // (I + L)^-1 by forward substitution in fp32, a lane a column: powers of L, which overflow for keys that are
-    // nearly collinear, never appear.
+    // (I + L)^-1, a lane a column.
     __device__ __forceinline__ void invert(Stage& stage) {
         const int column = lane_ % 16;
         float x[kChunk];
-#pragma unroll
-        for (int i = 0; i < kChunk; ++i) x[i] = i == column ? 1.0f : 0.0f;
-#pragma unroll
-        for (int j = 0; j < kChunk - 1; ++j) {  // x[j] is final: take it out of all later rows
-#pragma unroll
-            for (int i = j / 4 * 4; i < kChunk; i += 4) {
-                const float4 below = *reinterpret_cast<const float4*>(&own_.lower[j][i]);
-                if (i > j) x[i] -= below.x * x[j];
-                if (i + 1 > j) x[i + 1] -= below.y * x[j];
-                if (i + 2 > j) x[i + 2] -= below.z * x[j];
-                if (i + 3 > j) x[i + 3] -= below.w * x[j];
-            }
-        }
+        invert_column(x, own_.lower, column);
         if (lane_ < 16) {
 #pragma unroll
             for (int i = 0; i < kChunk; ++i) {

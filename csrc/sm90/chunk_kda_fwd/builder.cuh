@@ -10,6 +10,7 @@
 
 #include "common/gates.cuh"
 #include "common/sequence.cuh"
+#include "common/small_products.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
@@ -208,24 +209,11 @@ class Builder {
         }
     }
 
-    // (I + L)^-1 by forward substitution in fp32, a lane a column: powers of L, which overflow for keys that are nearly
-    // collinear, never appear.
+    // (I + L)^-1, a lane a column.
     __device__ __forceinline__ void invert(Stage& stage) const {
         const int column = lane_ % 16;
         float x[kChunk];
-#pragma unroll
-        for (int i = 0; i < kChunk; ++i) x[i] = i == column ? 1.0f : 0.0f;
-#pragma unroll
-        for (int j = 0; j < kChunk - 1; ++j) {  // x[j] is final: take it out of all later rows
-#pragma unroll
-            for (int i = j / 4 * 4; i < kChunk; i += 4) {
-                const float4 below = *reinterpret_cast<const float4*>(&lower_[j][i]);
-                if (i > j) x[i] -= below.x * x[j];
-                if (i + 1 > j) x[i + 1] -= below.y * x[j];
-                if (i + 2 > j) x[i + 2] -= below.z * x[j];
-                if (i + 3 > j) x[i + 3] -= below.w * x[j];
-            }
-        }
+        invert_column(x, lower_, column);
         if (lane_ < 16) {
 #pragma unroll
             for (int i = 0; i < kChunk; ++i) {

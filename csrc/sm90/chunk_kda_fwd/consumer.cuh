@@ -9,6 +9,7 @@
 #pragma once
 
 #include "common/sequence.cuh"
+#include "common/small_products.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
@@ -206,15 +207,6 @@ class Consumer {
         for (int n = 0; n < 8; ++n) {
             float* tile = &state_[h][4 * n];
             tile[0] *= gamma[n].x, tile[1] *= gamma[n].y, tile[2] *= gamma[n].x, tile[3] *= gamma[n].y;
-        }
-    }
-
-    // Two C tiles side by side as an A operand of two bf16 terms.
-    static __device__ __forceinline__ void split_operand(uint32_t (&high)[4], uint32_t (&low)[4], const float (&c)[8]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            high[i] = ptx::pack_bf16(c[2 * i], c[2 * i + 1]);
-            low[i] = ptx::pack_bf16(c[2 * i] - ptx::bf16_low(high[i]), c[2 * i + 1] - ptx::bf16_high(high[i]));
         }
     }
 
