@@ -37,6 +37,7 @@ import torch  # noqa: E402
 
 import fla_kda_backend  # noqa: E402
 from scripts import demo_models as models  # noqa: E402
+from tests.kdakit.run import dispatch_off  # noqa: E402
 
 SEED = 20
 OPERATORS = ("chunk_kda", "fused_recurrent_kda")
@@ -224,15 +225,6 @@ def _kda_timer(model, on_gpu: bool) -> Iterator[Callable[[], float]]:
         yield total
 
 
-@contextmanager
-def without_plugin() -> Iterator[None]:
-    fla_kda_backend.disable()
-    try:
-        yield
-    finally:
-        fla_kda_backend.enable()
-
-
 # --- Judging ---------------------------------------------------------------------------------------
 
 
@@ -304,7 +296,7 @@ def demonstrate(report: Report, model, generate: Callable, size: Size, vocabular
     ours = execute(model, generate, ids, size, "plugin")
     without = None
     if device == "cuda":
-        with without_plugin():
+        with dispatch_off():
             say("  without the plugin FLA tunes its Triton kernels at the first call, which may take minutes")
             without = execute(model, generate, ids, size, "FLA Triton")
     else:
@@ -331,7 +323,7 @@ def demonstrate(report: Report, model, generate: Callable, size: Size, vocabular
 
 def _fla_alone(model, ids) -> str:
     """What becomes of a prefill on the CPU when the plugin is off."""
-    with without_plugin(), torch.no_grad():
+    with dispatch_off(), torch.no_grad():
         try:
             model(ids, use_cache=False)
         except Exception as error:  # whatever Triton raises where it has no driver
