@@ -13,7 +13,7 @@ import torch
 from .call import Call
 
 _LIBRARY_FOLDER = Path(__file__).parent / "_C"
-# The operator reads these inputs in 16-byte pieces.
+# The operator reads these inputs, or their rows, in 16-byte pieces.
 _ALIGNMENT = 16
 # Paths that end in the operator, and the numbers that it knows them by.
 KERNELS = {"portable": 0, "hopper": 1}
@@ -21,6 +21,8 @@ KERNELS = {"portable": 0, "hopper": 1}
 MIN_SEGMENTS = 3
 MIN_SEGMENTED_TOKENS = 4096
 MIN_SEGMENT_TOKENS = 256
+# Up to so many packed sequences are taken longest first.
+MAX_ORDERED_SEQUENCES = 1024
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,20 @@ def count_segments(heads: int, tokens: int, multiprocessors: int) -> int:
     """
     if heads == 0 or tokens < MIN_SEGMENTED_TOKENS:
         return 1
-    fitting = (multiprocessors // heads + 3) // 2
+    fitting = multiprocessors // (2 * heads) + 1  # so that the n - 1 may have two blocks each, half of V a block
     longest = tokens // MIN_SEGMENT_TOKENS
     segments = min(fitting, longest)
     return segments if segments >= MIN_SEGMENTS else 1
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The [B, T, heads, K] tensor, or a copy of it where its rows are not contiguous or not aligned."""
+    if tensor.is_contiguous():
+        return _packed(tensor)
+    size, aligned = tensor.element_size(), tensor.data_ptr() % _ALIGNMENT == 0
+    for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        aligned = aligned and (length == 1 or stride * size % _ALIGNMENT == 0)
+    return tensor if aligned and tensor.stride(-1) == 1 else _packed(tensor.contiguous())
 
 
 def _packed(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -105,25 +117,28 @@ def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor
         o [B, T, HV, V] in q's dtype, and final_state float32 [N, HV, K, V] ([N, HV, V, K] if ``call.state_v_first``),
         or None.
     """
-    v = _packed(call.v)
-    o = torch.empty_like(v)
+    v = call.v
     B, T, HV, V = v.shape
+    o = v.new_empty((B, T, HV, V))
     K = call.k.shape[-1]
     N = B if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-    segments, maps = 1, None
+    segments, maps, order = 1, None, None
     if path == "hopper":
-        segments = count_segments(N * HV, T if call.cu_seqlens is None else T // N, _multiprocessors(v.device))
+        multiprocessors = _multiprocessors(v.device)
+        segments = count_segments(N * HV, T if call.cu_seqlens is None else T // max(N, 1), multiprocessors)
+        if call.cu_seqlens is not None and 1 < N <= MAX_ORDERED_SEQUENCES and N * HV > multiprocessors:
+            order = v.new_empty(N, dtype=torch.int32)
         if segments > 1:
             maps = v.new_empty((N, segments, HV, 2, V, K), dtype=torch.float32)
     final_state = None
     if call.output_final_state:
         final_state = v.new_empty((N, HV, V, K) if call.state_v_first else (N, HV, K, V), dtype=torch.float32)
     torch.ops.fla_kda_backend.chunk_kda_fwd(
-        _packed(call.q),
-        _packed(call.k),
-        v,
-        _packed(call.g),
-        _packed(call.beta),
+        _rows(call.q),
+        _rows(call.k),
+        _rows(v),
+        _rows(call.g),
+        call.beta,
         _packed(call.A_log),
         _packed(call.dt_bias),
         _packed(call.initial_state),
@@ -139,5 +154,6 @@ def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor
         KERNELS[path],
         segments,
         maps,
+        order,
     )
     return o, final_state

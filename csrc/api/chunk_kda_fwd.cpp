@@ -4,6 +4,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <initializer_list>
+
 #include "api/chunk_kda_fwd_params.h"
 #include "api/cuda_stream.h"
 #include "sm80/chunk_kda_fwd/launch.h"
@@ -38,7 +40,31 @@ const void* address(const Tensor& tensor, const char* name, int64_t numel, int d
     return pointer;
 }
 
-constexpr int64_t kPortable = 0, kHopper = 1;
+// The rows of a [B, T, heads, ...] tensor on q's device, of any strides but that of the last dimension, in which it is contiguous.
+Rows rows(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape, int device_index, int alignment) {
+    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device_index, "chunk_kda_fwd: ", name,
+                    " must be on q's device");
+    STD_TORCH_CHECK(tensor.dim() == int64_t(shape.size()), "chunk_kda_fwd: ", name, " must have ", shape.size(), " dimensions");
+    int64_t bytes[3], dim = 0;
+    const int64_t element = tensor.element_size();
+    for (const int64_t size : shape) {
+        STD_TORCH_CHECK(tensor.size(dim) == size, "chunk_kda_fwd: ", name, " has size ", tensor.size(dim), " in dimension ", dim,
+                        ", expected ", size);
+        if (dim == 3) {
+            STD_TORCH_CHECK(tensor.stride(dim) == 1, "chunk_kda_fwd: ", name, " must be contiguous in its last dimension");
+        } else {
+            bytes[dim] = size == 1 ? 0 : tensor.stride(dim) * element;
+            STD_TORCH_CHECK(bytes[dim] % alignment == 0, "chunk_kda_fwd: rows of ", name, " must be ", alignment, "-byte aligned");
+        }
+        ++dim;
+    }
+    const void* pointer = tensor.const_data_ptr();
+    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(pointer) % alignment == 0, "chunk_kda_fwd: ", name, " must be ", alignment,
+                    "-byte aligned");
+    return Rows{pointer, bytes[0], bytes[1], bytes[2]};
+}
+
+constexpr int64_t kPortable = 0, kHopper = 1, kMaxOrdered = kda::sm90::kMaxRankedSequences;
 
 cudaError_t launch_portable(const ChunkKdaFwdParams& params, cudaStream_t stream) {
     return params.g_dtype == Dtype::kBFloat16 ? kda::sm80::launch_gate_bf16(params, stream)
@@ -60,6 +86,8 @@ cudaError_t launch_hopper(const ChunkKdaFwdParams& params, int device, cudaStrea
     int multiprocessors = 0;
     cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
+    if (params.order) error = kda::sm90::launch_rank_sequences(params, stream);
+    if (error != cudaSuccess) return error;
     if (params.segments == 1) return launch_hopper_pass(params, Pass::kWhole, multiprocessors, stream);
     error = launch_hopper_pass(params, Pass::kMaps, multiprocessors, stream);
     if (error == cudaSuccess && params.num_sequences > 0) error = kda::sm90::launch_join_segments(params, stream);
@@ -76,13 +104,13 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
                    std::optional<Tensor> dt_bias, std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens,
                    Tensor o, std::optional<Tensor> final_state, double scale, bool use_qk_l2norm, bool use_gate,
                    std::optional<double> lower_bound, int64_t beta_mode, bool state_v_first, int64_t kernel,
-                   int64_t segments, std::optional<Tensor> maps) {
+                   int64_t segments, std::optional<Tensor> maps, std::optional<Tensor> order) {
     STD_TORCH_CHECK(q.dim() == 4 && v.dim() == 4, "chunk_kda_fwd: q and v must have four dimensions");
     STD_TORCH_CHECK(q.is_cuda(), "chunk_kda_fwd: q must be a CUDA tensor");
     const int64_t batch = q.size(0), tokens = q.size(1), H = q.size(2), HV = v.size(2);
     STD_TORCH_CHECK(q.size(3) == kHeadDim && v.size(3) == kHeadDim, "chunk_kda_fwd: K and V must be 128");
     STD_TORCH_CHECK(H > 0 && HV > 0 && HV % H == 0, "chunk_kda_fwd: HV must be a positive multiple of H");
-    STD_TORCH_CHECK(tokens < (int64_t(1) << 31) - 16, "chunk_kda_fwd: T must be below 2^31 - 16");
+    STD_TORCH_CHECK(tokens < (int64_t(1) << 31) - 32, "chunk_kda_fwd: T must be below 2^31 - 32");
     STD_TORCH_CHECK(HV < (1 << 24), "chunk_kda_fwd: too many heads");
     STD_TORCH_CHECK(q.scalar_type() == ScalarType::BFloat16 && k.scalar_type() == ScalarType::BFloat16 &&
                         v.scalar_type() == ScalarType::BFloat16 && o.scalar_type() == ScalarType::BFloat16,
@@ -113,12 +141,12 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
     STD_TORCH_CHECK(params.num_sequences * HV < (int64_t(1) << 31) - 1024, "chunk_kda_fwd: too many sequences x heads");
 
     const int64_t state_numel = params.num_sequences * HV * kHeadDim * kHeadDim;
-    params.q = address(q, "q", batch * tokens * H * kHeadDim, device);
-    params.k = address(k, "k", batch * tokens * H * kHeadDim, device);
-    params.v = address(v, "v", batch * tokens * HV * kHeadDim, device);
-    params.g = address(g, "g", batch * tokens * HV * kHeadDim, device);
+    params.q = rows(q, "q", {batch, tokens, H, kHeadDim}, device, 16);
+    params.k = rows(k, "k", {batch, tokens, H, kHeadDim}, device, 16);
+    params.v = rows(v, "v", {batch, tokens, HV, kHeadDim}, device, 16);
+    params.g = rows(g, "g", {batch, tokens, HV, kHeadDim}, device, 16);
+    params.beta = rows(beta, "beta", {batch, tokens, HV}, device, 1);
     params.o = const_cast<void*>(address(o, "o", batch * tokens * HV * kHeadDim, device));
-    params.beta = address(beta, "beta", batch * tokens * HV, device, 1);
     params.g_dtype = dtype_of(g, "g");
     STD_TORCH_CHECK(params.g_dtype == Dtype::kFloat32 || params.g_dtype == Dtype::kBFloat16,
                     "chunk_kda_fwd: g must be float32 or bfloat16");
@@ -154,6 +182,12 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
         STD_TORCH_CHECK(kernel == kHopper && maps.has_value() && maps->scalar_type() == ScalarType::Float,
                         "chunk_kda_fwd: segments need the Hopper kernel and float32 maps");
         params.maps = const_cast<float*>(static_cast<const float*>(address(*maps, "maps", 2 * segments * state_numel, device)));
+    }
+
+    if (order) {
+        STD_TORCH_CHECK(kernel == kHopper && cu_seqlens && params.num_sequences <= kMaxOrdered && order->scalar_type() == ScalarType::Int,
+                        "chunk_kda_fwd: order needs the Hopper kernel, a packed call of at most ", kMaxOrdered, " sequences and int32");
+        params.order = const_cast<int*>(static_cast<const int*>(address(*order, "order", params.num_sequences, device, 4)));
     }
 
     const torch::stable::accelerator::DeviceGuard guard(device);

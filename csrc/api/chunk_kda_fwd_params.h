@@ -4,27 +4,35 @@
 #include <cstdint>
 
 enum class Dtype : int { kFloat32, kBFloat16, kFloat16, kFloat64 };
-enum class GateMode : int { kGiven, kSoftplus, kBounded };     // g as given; -exp(A_log) softplus(.); bound * sigmoid(.)
+enum class GateMode : int { kGiven, kSoftplus, kBounded };  // g as given; -exp(A_log) softplus(.); bound * sigmoid(.)
 enum class BetaMode : int { kGiven, kSigmoid, kTwiceSigmoid };
 
 // What a launch over segments of sequences does. A segment maps the state that enters it to the one that leaves it, affinely:
-// S -> M S + B. `kMaps` finds M and B of every segment but the last (and runs the first for good, its state being known); `kReplay`
-// runs the others from the states that the maps gave.
+// S -> M S + B. `kMaps` finds M and B of every segment but the last (and runs the first for good, its state being known);
+// `kReplay` runs the others from the states that the maps gave.
 enum class Pass : int { kWhole, kMaps, kReplay };
 
+// A [B, T, heads, ...] tensor whose last dimension is contiguous: where each row is.
+struct Rows {
+    const void* data;
+    int64_t batch_bytes, token_bytes, head_bytes;
+};
+
 struct ChunkKdaFwdParams {
-    // All contiguous, the first six 16-byte aligned. Shapes as in fla.ops.kda.chunk_kda.
-    const void* q;              // [B, T, H, 128] bf16
-    const void* k;              // [B, T, H, 128] bf16
-    const void* v;              // [B, T, HV, 128] bf16
-    const void* g;              // [B, T, HV, 128] bf16 or fp32
+    // Shapes as in fla.ops.kda.chunk_kda. Rows of q, k, v and g are 16-byte aligned; what is not `Rows` is contiguous.
+    Rows q;                     // [B, T, H, 128] bf16
+    Rows k;                     // [B, T, H, 128] bf16
+    Rows v;                     // [B, T, HV, 128] bf16
+    Rows g;                     // [B, T, HV, 128] bf16 or fp32
+    Rows beta;                  // [B, T, HV]
     void* o;                    // [B, T, HV, 128] bf16
     const float* initial_state; // [N, HV, 128, 128] or null
     float* final_state;         // [N, HV, 128, 128] or null
-    const void* beta;           // [B, T, HV]
     const void* A_log;          // [HV] or null
     const void* dt_bias;        // [HV * 128] or null
     const void* cu_seqlens;     // [N + 1] int32 or int64, or null: then N = B sequences of T tokens
+
+    int* order;                 // [N], the sequences in the order in which blocks take them, or null: as they come
 
     int64_t num_sequences;      // N
     int64_t tokens;             // T < 2^31 (with cu_seqlens: of the one packed row)
@@ -41,9 +49,9 @@ struct ChunkKdaFwdParams {
     bool cu_seqlens_is_int64;
 
     // Parallelism over the sequence: 1 and null where there is none.
-    int segments;               // of each sequence, equally many chunks each but for the last
+    int segments;               // of each sequence, equally many steps each but for the last
     Pass pass;
-    float* maps;                // [N, segments, HV, 2, 128 (V), 128 (K)]: M^T, and B^T which becomes the state leaving the segment
+    float* maps;                // [N, segments, HV, 2, 128 (V), 128 (K)]: M^T, and B^T, later the state leaving the segment
 };
 
 // How many blocks a pass over segments has: both maps of the inner segments, the leaving state alone of the first.

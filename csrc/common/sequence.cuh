@@ -7,13 +7,28 @@
 namespace kda {
 
 struct Work {
-    int64_t first_token;  // index into the flattened [B * T] tokens
+    int64_t batch;
+    int64_t first_token;  // of that batch entry's T
+    int64_t output_row;   // of the flattened [B * T]
     int64_t state;        // index of the [128, 128] state
     int length;
-    int chunks;
+    int steps;            // pieces that a kernel takes at once, the last one possibly short
     int v_head;
     int qk_head;
 };
+
+// Row `token` of the work's tokens.
+__device__ __forceinline__ const char* row_address(const Rows& rows, const Work& work, int64_t token, int head) {
+    return static_cast<const char*>(rows.data) + work.batch * rows.batch_bytes +
+           (work.first_token + token) * rows.token_bytes + head * rows.head_bytes;
+}
+
+// The bits of one token's beta; whatever computes with them would wait for them here.
+__device__ __forceinline__ uint32_t load_beta(const ChunkKdaFwdParams& params, const Work& work, int64_t token) {
+    const char* address = row_address(params.beta, work, token, work.v_head);
+    return params.beta_dtype == Dtype::kFloat32 ? *reinterpret_cast<const uint32_t*>(address)
+                                                : *reinterpret_cast<const uint16_t*>(address);
+}
 
 // Entry `index` of cu_seqlens, forced into [0, T] so that no value whatever leads outside the tensors.
 __device__ __forceinline__ int64_t sequence_border(const ChunkKdaFwdParams& params, int64_t index) {
@@ -22,21 +37,24 @@ __device__ __forceinline__ int64_t sequence_border(const ChunkKdaFwdParams& para
     return value < 0 ? 0 : (value > params.tokens ? params.tokens : value);
 }
 
-__device__ __forceinline__ Work locate_work(const ChunkKdaFwdParams& params, int64_t block) {
+// `step_tokens`: how many tokens the kernel takes at once.
+__device__ __forceinline__ Work locate_work(const ChunkKdaFwdParams& params, int64_t block, int step_tokens) {
     Work work;
     const int64_t sequence = block / params.num_v_heads;
     work.v_head = int(block - sequence * params.num_v_heads);
     work.qk_head = work.v_head / (params.num_v_heads / params.num_qk_heads);
     work.state = block;
+    work.batch = params.cu_seqlens ? 0 : sequence;
     if (params.cu_seqlens) {
         work.first_token = sequence_border(params, sequence);
         const int64_t end = sequence_border(params, sequence + 1);
         work.length = end > work.first_token ? int(end - work.first_token) : 0;
     } else {
-        work.first_token = sequence * params.tokens;
+        work.first_token = 0;
         work.length = int(params.tokens);
     }
-    work.chunks = work.length / kChunk + (work.length % kChunk != 0);
+    work.output_row = work.batch * params.tokens + work.first_token;
+    work.steps = work.length / step_tokens + (work.length % step_tokens != 0);
     return work;
 }
 
@@ -51,10 +69,10 @@ struct Segment {
 __device__ __forceinline__ Segment locate_segment(const ChunkKdaFwdParams& params, int64_t block) {
     const int64_t heads = params.num_sequences * params.num_v_heads;
     const int part = int(block / heads);
-    const int64_t head = block - part * heads;
+    const int64_t head = block - part * heads, rank = head / params.num_v_heads;
     Segment segment;
-    segment.sequence = head / params.num_v_heads;
-    segment.v_head = int(head - segment.sequence * params.num_v_heads);
+    segment.v_head = int(head - rank * params.num_v_heads);
+    segment.sequence = params.order ? params.order[rank] : rank;
     segment.is_map = params.pass == Pass::kMaps && part >= params.segments - 1;
     segment.index = params.pass == Pass::kWhole    ? 0
                     : params.pass == Pass::kReplay ? part + 1
@@ -63,19 +81,21 @@ __device__ __forceinline__ Segment locate_segment(const ChunkKdaFwdParams& param
 }
 
 // The part of a sequence that a segment is; possibly none of it.
-__device__ __forceinline__ Work cut_segment(const ChunkKdaFwdParams& params, const Segment& segment) {
-    Work work = locate_work(params, segment.sequence * params.num_v_heads + segment.v_head);
+__device__ __forceinline__ Work cut_segment(const ChunkKdaFwdParams& params, const Segment& segment, int step_tokens) {
+    Work work = locate_work(params, segment.sequence * params.num_v_heads + segment.v_head, step_tokens);
     if (params.pass == Pass::kWhole) return work;
-    const int chunks = (work.chunks + params.segments - 1) / params.segments;
-    const int first = min(segment.index * chunks, work.chunks);
-    work.chunks = min(chunks, work.chunks - first);
-    work.first_token += int64_t(first) * kChunk;
-    work.length = min(work.length - first * kChunk, work.chunks * kChunk);
+    const int steps = (work.steps + params.segments - 1) / params.segments;
+    const int first = min(segment.index * steps, work.steps);
+    work.steps = min(steps, work.steps - first);
+    work.first_token += int64_t(first) * step_tokens;
+    work.output_row += int64_t(first) * step_tokens;
+    work.length = min(work.length - first * step_tokens, work.steps * step_tokens);
     return work;
 }
 
 // A map of a segment: 0 M^T, 1 B^T and then the state that leaves the segment, [V, K] each.
-__device__ __forceinline__ float* segment_map(const ChunkKdaFwdParams& params, int64_t sequence, int index, int v_head, int which) {
+__device__ __forceinline__ float* segment_map(const ChunkKdaFwdParams& params, int64_t sequence, int index, int v_head,
+                                               int which) {
     const int64_t segment = (sequence * params.segments + index) * params.num_v_heads + v_head;
     return params.maps + (2 * segment + which) * (kHeadDim * kHeadDim);
 }

@@ -27,7 +27,7 @@ __device__ __forceinline__ void invert_column(float (&x)[kChunk], const float (&
 }
 
 // Two C tiles side by side (mma.cuh) as an A operand of two bf16 terms, high + low.
-__device__ __forceinline__ void split_operand(uint32_t (&high)[4], uint32_t (&low)[4], const float (&c)[8]) {
+__device__ __forceinline__ void split_operand(uint32_t (&high)[4], uint32_t (&low)[4], const float* c) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float x = c[2 * i], y = c[2 * i + 1];

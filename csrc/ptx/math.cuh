@@ -35,6 +35,9 @@ __device__ __forceinline__ float max_nan(float x, float y) {
     return z;
 }
 
+// x as tf32, rounded to nearest: the products ignore the bits below.
+__device__ __forceinline__ uint32_t round_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
+
 // Two floats as bf16x2, `low` in the low half, rounded to nearest even.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t packed;

@@ -24,10 +24,10 @@ class Consumer {
     __device__ __forceinline__ void run() {
         load_state();
         int stage = 0;
-        for (int chunk = 0; chunk < work_.chunks; ++chunk) {
+        for (int chunk = 0; chunk < work_.steps; ++chunk) {
             ptx::barrier_sync(kBarrierFull + stage, kStageThreads);
             advance(chunk, smem_.stage[stage], smem_.beta[stage]);
-            if (chunk + kStages < work_.chunks) ptx::barrier_arrive(kBarrierEmpty + stage, kStageThreads);
+            if (chunk + kStages < work_.steps) ptx::barrier_arrive(kBarrierEmpty + stage, kStageThreads);
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }
         if (params_.final_state) store_state();
@@ -163,7 +163,7 @@ class Consumer {
             const int token = chunk * kChunk + lane_ / 4 + 8 * r;
             if (token >= work_.length) continue;
             __nv_bfloat16* row = static_cast<__nv_bfloat16*>(params_.o) +
-                                 ((work_.first_token + token) * params_.num_v_heads + work_.v_head) * kHeadDim;
+                                 ((work_.output_row + token) * params_.num_v_heads + work_.v_head) * kHeadDim;
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 *reinterpret_cast<uint32_t*>(row + first_value_ + 8 * n + 2 * (lane_ % 4)) =

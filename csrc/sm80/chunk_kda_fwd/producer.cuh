@@ -32,10 +32,10 @@ class Producer {
           gate_{Gate(params, work.v_head, channel_), Gate(params, work.v_head, channel_ + 1)} {}
 
     __device__ __forceinline__ void run() {
-        if (group_ < work_.chunks) load_inputs(group_);
+        if (group_ < work_.steps) load_inputs(group_);
         ptx::cp_async_commit();
         int stage = group_;
-        for (int chunk = group_; chunk < work_.chunks; chunk += kGroups) {
+        for (int chunk = group_; chunk < work_.steps; chunk += kGroups) {
             if (chunk >= kStages) ptx::barrier_sync(kBarrierEmpty + stage, kStageThreads);
             load_values(chunk, smem_.stage[stage]);
             ptx::cp_async_commit();
@@ -56,36 +56,33 @@ class Producer {
 
     // Copies kChunk rows of 128 elements, rows past the sequence's end as zeros (nothing is read for those).
     template <typename T, bool kSwizzled>
-    __device__ __forceinline__ void load_rows(void* shared, const void* global, int chunk, int heads, int head) {
+    __device__ __forceinline__ void load_rows(void* shared, const Rows& source_rows, int chunk, int head) {
         constexpr int kPieces = kHeadDim * sizeof(T) / 16, kPasses = kChunk * kPieces / kGroupThreads;
         constexpr int kRowStep = kChunk / kPasses;
         const int first_row = thread_ / kPieces, column = thread_ % kPieces * (16 / int(sizeof(T)));
         const int rows = rows_of(chunk);
-        const T* source = static_cast<const T*>(global) +
-                          ((work_.first_token + chunk * kChunk + first_row) * heads + head) * kHeadDim + column;
+        const char* source =
+            row_address(source_rows, work_, chunk * kChunk + first_row, head) + column * int(sizeof(T));
         const uint32_t target = ptx::shared_address(shared);
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
             const int row = first_row + i * kRowStep;
             const int offset = kSwizzled ? tile_offset(row, column) : (row * kHeadDim + column) * int(sizeof(T));
-            ptx::cp_async_16(target + offset, source + int64_t(i * kRowStep) * heads * kHeadDim, row < rows);
+            ptx::cp_async_16(target + offset, source + i * kRowStep * source_rows.token_bytes, row < rows);
         }
     }
 
     __device__ __forceinline__ void load_inputs(int chunk) {
-        load_rows<__nv_bfloat16, true>(own_.q, params_.q, chunk, params_.num_qk_heads, work_.qk_head);
-        load_rows<__nv_bfloat16, true>(own_.k, params_.k, chunk, params_.num_qk_heads, work_.qk_head);
-        load_rows<GateT, false>(own_.g, params_.g, chunk, params_.num_v_heads, work_.v_head);
+        load_rows<__nv_bfloat16, true>(own_.q, params_.q, chunk, work_.qk_head);
+        load_rows<__nv_bfloat16, true>(own_.k, params_.k, chunk, work_.qk_head);
+        load_rows<GateT, false>(own_.g, params_.g, chunk, work_.v_head);
         if (thread_ < rows_of(chunk)) {
-            // Only the bits for now: whatever computes with them would wait for them here.
-            const int64_t index = (work_.first_token + chunk * kChunk + thread_) * params_.num_v_heads + work_.v_head;
-            next_beta_ = params_.beta_dtype == Dtype::kFloat32 ? static_cast<const uint32_t*>(params_.beta)[index]
-                                                               : static_cast<const uint16_t*>(params_.beta)[index];
+            next_beta_ = load_beta(params_, work_, chunk * kChunk + thread_);
         }
     }
 
     __device__ __forceinline__ void load_values(int chunk, Stage& stage) {
-        load_rows<__nv_bfloat16, true>(stage.v, params_.v, chunk, params_.num_v_heads, work_.v_head);
+        load_rows<__nv_bfloat16, true>(stage.v, params_.v, chunk, work_.v_head);
     }
 
     __device__ __forceinline__ void build(int chunk, Stage& stage, float* beta) {
@@ -114,7 +111,7 @@ class Producer {
         if (__any_sync(~0u, steep)) scale_by_decay<true>(G, last, stage);
         else scale_by_decay<false>(G, last, stage);
         const bool any_steep = ptx::barrier_sync_or(kBarrierGroup + group_, kGroupThreads, steep);
-        const bool has_next = chunk + kGroups < work_.chunks;
+        const bool has_next = chunk + kGroups < work_.steps;
         if (any_steep) {  // q, k, g are still needed, and g's place
             publish_steep(G, steep);
             sync();

@@ -1,11 +1,12 @@
 // Builder warp: the 16 x 16 factors of one chunk.
 //
 //     L_ij = beta_i / (|k_i| |k_j|) sum_d k_i k_j 2^(G_i - G_j)     j < i          inverse = (I + L)^-1
-//     P_ij = sum_d q_i k_j 2^(G_i - G_j)                            j <= i         (norms of q and k are left to the consumers)
+//     P_ij = scale/|q_i| sum_d q_i k_j 2^(G_i - G_j)                j <= i
 //
-// The sums are tensor-core products of the decayed operands. Where G is too steep for those, the entry was left out of them and
-// its pairs are added one by one in fp32, where 2^(G_i - G_j) <= 1 cannot overflow. The choice is made entry by entry from the
-// gates up to that token alone, so nothing that comes later changes a rounding.
+// of which the consumers get P and 1/|k| inverse beta, so that they have fewer factors to multiply themselves.
+//
+// The sums are tensor-core products of the decayed operands; entries too steep for those were left out of them, and their pairs are
+// added by steep_pairs.cuh.
 #pragma once
 
 #include "common/gates.cuh"
@@ -15,23 +16,24 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
 #include "sm90/chunk_kda_fwd/config.cuh"
-#include "sm90/chunk_kda_fwd/scaler.cuh"
+#include "sm90/chunk_kda_fwd/steep_pairs.cuh"
 
 namespace kda::sm90 {
 
 class Builder {
    public:
     __device__ __forceinline__ Builder(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem, int index)
-        : params_(params), work_(work), smem_(smem), lower_(smem.lower[index]), lane_(threadIdx.x % 32), index_(index) {}
+        : params_(params), work_(work), smem_(smem), lower_(smem.lower[index]), beta_(smem.beta[index]),
+          lane_(threadIdx.x % 32), index_(index) {}
 
     __device__ __forceinline__ void run() {
-        uint32_t next_beta = load_beta(index_);
-        for (int chunk = index_; chunk < work_.chunks; chunk += kBuilders) {
+        uint32_t next_beta = load_chunk_beta(index_);
+        for (int chunk = index_; chunk < work_.steps; chunk += kBuilders) {
             const int slot = chunk % kInputs, stage_index = chunk % kStages;
             Stage& stage = smem_.stage[stage_index];
             const Input& input = smem_.input[slot];
             const uint32_t beta_bits = next_beta;
-            next_beta = load_beta(chunk + kBuilders);
+            next_beta = load_chunk_beta(chunk + kBuilders);
 
             ptx::mbarrier_wait(&smem_.input_full[slot], chunk / kInputs % 2);
             const Products products = multiply_same_tokens(input);
@@ -39,7 +41,7 @@ class Builder {
             write_scalars(stage, products, beta_bits, min(work_.length - chunk * kChunk, kChunk));
             float L[2][4] = {}, P[2][4] = {};  // columns 0..7, 8..15
             multiply(L, P, stage);
-            if (stage.pairwise[0] | stage.pairwise[1]) add_steep_pairs(L, P, stage, input);
+            if (__builtin_expect(stage.felt[0] | stage.felt[1], false)) SteepPairs(stage, input).add(L, P);
             __syncwarp();
             if (lane_ == 0) ptx::mbarrier_arrive(&smem_.input_empty[slot]);
             write_squares(L, P, products, stage);
@@ -52,13 +54,10 @@ class Builder {
     }
 
    private:
-    // The bits of one token's beta; whatever computes with them would wait for them here.
-    __device__ __forceinline__ uint32_t load_beta(int chunk) const {
+    // A lane a token.
+    __device__ __forceinline__ uint32_t load_chunk_beta(int chunk) const {
         const int64_t token = int64_t(chunk) * kChunk + lane_;
-        if (lane_ >= kChunk || token >= work_.length) return 0;
-        const int64_t index = (work_.first_token + token) * params_.num_v_heads + work_.v_head;
-        return params_.beta_dtype == Dtype::kFloat32 ? static_cast<const uint32_t*>(params_.beta)[index]
-                                                     : static_cast<const uint16_t*>(params_.beta)[index];
+        return lane_ < kChunk && token < work_.length ? load_beta(params_, work_, token) : 0;
     }
 
     // Whether the lane holds a diagonal entry of the two diagonal C tiles (rows and columns 0..7, 8..15), and of its two columns
@@ -110,7 +109,7 @@ class Builder {
         }
         if (lane_ < kChunk) {
             const float raw = __uint_as_float(params_.beta_dtype == Dtype::kFloat32 ? beta_bits : beta_bits << 16);
-            stage.beta[lane_] = lane_ < rows ? activate_beta(raw, params_.beta_mode) : 0.0f;
+            beta_[lane_] = lane_ < rows ? activate_beta(raw, params_.beta_mode) : 0.0f;
         }
         __syncwarp();
     }
@@ -136,88 +135,55 @@ class Builder {
         }
     }
 
-    // Adds x_i k_j 2^(G_i - G_j) for every pair that the products left out because either entry was steep. Sums with j > i are
-    // meaningless, as they are in the products.
-    __device__ __forceinline__ void add_steep_pairs(float (&L)[2][4], float (&P)[2][4], const Stage& stage, const Input& input) const {
-        const int row = lane_ / 4, column = 2 * (lane_ % 4);
-        for (int half = 0; half < 2; ++half) {
-            const uint32_t pairs = stage.pairwise[half];
-            // Four channels at a time, so that loads and exponentials overlap.
-            for (uint32_t fours = (pairs | pairs >> 1) & 0x55555555u; fours; fours &= fours - 1) {
-                const int channel = 64 * half + 2 * (__ffs(fours) - 1);
-                float G_i[2][4], k_i[2][4], q_i[2][4];
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    load_decay(G_i[r], input, row + 8 * r, channel);
-                    load_four(k_i[r], input.k, row + 8 * r, channel);
-                    load_four(q_i[r], input.q, row + 8 * r, channel);
-                }
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int j = column + 8 * (e / 2) + e % 2;
-                    float G_j[4], k_j[4];
-                    load_decay(G_j, input, j, channel);
-                    load_four(k_j, input.k, j, channel);
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) {
-#pragma unroll
-                        for (int r = 0; r < 2; ++r) {
-                            const float decayed = k_j[c] * ptx::exp2_approx(G_i[r][c] - G_j[c]);
-                            if (is_steep(G_i[r][c]) | is_steep(G_j[c])) {
-                                L[e / 2][2 * r + e % 2] += k_i[r][c] * decayed;
-                                P[e / 2][2 * r + e % 2] += q_i[r][c] * decayed;
-                            }
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    static __device__ __forceinline__ void load_decay(float (&G)[4], const Input& input, int row, int channel) {
-        const float4 decay = *reinterpret_cast<const float4*>(&input.g[decay_index(row, channel)]);
-        G[0] = decay.x, G[1] = decay.y, G[2] = decay.z, G[3] = decay.w;
-    }
-
-    static __device__ __forceinline__ void load_four(float (&x)[4], const uint8_t* rows, int row, int channel) {
-        const uint2 packed = *reinterpret_cast<const uint2*>(rows + row * kRowBytes + 2 * channel);
-        x[0] = ptx::bf16_low(packed.x), x[1] = ptx::bf16_high(packed.x);
-        x[2] = ptx::bf16_low(packed.y), x[3] = ptx::bf16_high(packed.y);
-    }
-
-    // Masks by selection: entries above the diagonal may be infinite.
     __device__ __forceinline__ void write_squares(const float (&L)[2][4], const float (&P)[2][4], const Products& products,
                                                   Stage& stage) const {
+        const int row = lane_ / 4, column = 2 * (lane_ % 4);
+        float q_norm[2], factor[2];
+        float2 norm[2];
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            const int column = 8 * n + 2 * (lane_ % 4);
-            const float2 norm_j = *reinterpret_cast<const float2*>(&stage.k_norm[column]);
+        for (int i = 0; i < 2; ++i) {
+            q_norm[i] = stage.q_norm[row + 8 * i];
+            factor[i] = beta_[row + 8 * i] * stage.k_norm[row + 8 * i];
+            norm[i] = *reinterpret_cast<const float2*>(&stage.k_norm[column + 8 * i]);
+        }
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int row = lane_ / 4 + 8 * r;
-                // The diagonal lies in lanes on the diagonal, where n == r. It is exact where P's product of rounded factors is not.
-                const float p0 = column < row ? P[n][2 * r] : column == row ? products.qk[n] : 0.0f;
-                const float p1 = column + 1 < row ? P[n][2 * r + 1] : column + 1 == row ? products.qk[n] : 0.0f;
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int n = 0; n <= r; ++n) {  // the upper right tile of P stays zero
+                // Masked by selection: entries above the diagonal may be infinite. On it, in lanes on the diagonal, P is exact where the
+                // product of rounded factors is not.
+                const bool below0 = n < r || column < row, below1 = n < r || column + 1 < row;
+                const float p0 = q_norm[r] * (below0 ? P[n][2 * r] : column == row ? products.qk[n] : 0.0f);
+                const float p1 = q_norm[r] * (below1 ? P[n][2 * r + 1] : column + 1 == row ? products.qk[n] : 0.0f);
+                const int at = square_offset(row, column) + 256 * r + 128 * n;
                 const uint32_t high = ptx::pack_bf16(p0, p1);
-                *reinterpret_cast<uint32_t*>(stage.p_high + square_offset(row, column)) = high;
-                *reinterpret_cast<uint32_t*>(stage.p_low + square_offset(row, column)) =
-                    ptx::pack_bf16(p0 - ptx::bf16_low(high), p1 - ptx::bf16_high(high));
-                const float factor = stage.beta[row] * stage.k_norm[row];
-                lower_[column][row] = column < row ? factor * norm_j.x * L[n][2 * r] : 0.0f;
-                lower_[column + 1][row] = column + 1 < row ? factor * norm_j.y * L[n][2 * r + 1] : 0.0f;
+                *reinterpret_cast<uint32_t*>(stage.p_high + at) = high;
+                *reinterpret_cast<uint32_t*>(stage.p_low + at) = ptx::pack_bf16(p0 - ptx::bf16_low(high), p1 - ptx::bf16_high(high));
+                // What is not below L's diagonal is never looked at.
+                lower_[8 * n + column][8 * r + row] = factor[r] * norm[n].x * L[n][2 * r];
+                lower_[8 * n + column + 1][8 * r + row] = factor[r] * norm[n].y * L[n][2 * r + 1];
             }
         }
     }
 
-    // (I + L)^-1, a lane a column.
+    // 1/|k| (I + L)^-1 beta, a lane a column.
     __device__ __forceinline__ void invert(Stage& stage) const {
         const int column = lane_ % 16;
         float x[kChunk];
+        float4 norm[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) norm[i] = *reinterpret_cast<const float4*>(&stage.k_norm[4 * i]);
+        const float beta = beta_[column];
         invert_column(x, lower_, column);
         if (lane_ < 16) {
 #pragma unroll
-            for (int i = 0; i < kChunk; ++i) {
-                *reinterpret_cast<__nv_bfloat16*>(stage.inverse + square_offset(i, column)) = __float2bfloat16(x[i]);
+            for (int i = 0; i < kChunk; i += 4) {
+                const float4 n = norm[i / 4];
+                const float scaled[4] = {x[i] * n.x, x[i + 1] * n.y, x[i + 2] * n.z, x[i + 3] * n.w};
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    *reinterpret_cast<uint32_t*>(stage.inverse + word_offset(i + e, column)) = ptx::round_tf32(scaled[e] * beta);
+                }
             }
         }
     }
@@ -226,6 +192,7 @@ class Builder {
     const Work& work_;
     SharedMemory& smem_;
     float (&lower_)[kChunk][kChunk];
+    float (&beta_)[kChunk];
     const int lane_, index_;
 };
 

@@ -1,11 +1,12 @@
 // Consumer warpgroup: the recurrence over chunks for 64 columns of V, with the state in wgmma accumulators.
 //
-//     U = inverse beta (V - Kd S / |k|)      O = scale/|q| (Qd S + P U / |k|)      S <- diag(gamma) (S + Ki^T U / |k|)
+//     U' = inverse' (V - Kd S / |k|)      O = scale/|q| Qd S + P' U'      S <- diag(gamma) (S + Ki^T U')
 //
-// with Kd = k 2^G, Qd = q 2^G, Ki = k 2^-G of raw q and k. S^T (64 x 128 fp32, as 2^-A S^T) is two accumulators, one for each half of
-// K. Rounded to bf16 it is the A operand of S^T [Kd; Qd]^T, and U^T that of the update and of U^T P^T: nothing is exchanged between
-// lanes. V - Kd S, U and P enter their products as two bf16 terms each. A half of K with steep entries is decayed before its
-// update, by k 2^(G_last - G), instead of after it.
+// with Kd = k 2^G, Qd = q 2^G, Ki = k 2^-G of raw q and k, U' = U / |k|, and the builders' inverse' and P' which hold the other norms and
+// beta. S^T (64 x 128 fp32, as 2^-A S^T) is two accumulators, one for each half of K. Rounded to bf16 it is the A operand of
+// S^T [Kd; Qd]^T, and U'^T that of the update and of U'^T P'^T: nothing is exchanged between lanes. V - Kd S and the inverse enter their
+// product in tf32, U' and P' theirs as two bf16 terms each. A half of K with steep entries is decayed before its update, by
+// k 2^(G_last - G), instead of after it.
 #pragma once
 
 #include "common/sequence.cuh"
@@ -24,17 +25,21 @@ class Consumer {
     __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, const Segment& segment, const Work& work,
                                          SharedMemory& smem, int warp)
         : params_(params), segment_(segment), work_(work), smem_(smem), lane_(threadIdx.x % 32), warp_(warp),
+          values_(row_address(params.v, work, lane_ / 2, work.v_head) + 32 * warp + 16 * (lane_ % 2)),
           output_(static_cast<__nv_bfloat16*>(params.o) +
-                  ((work.first_token + lane_ / 2) * params.num_v_heads + work.v_head) * kHeadDim + 16 * warp + 8 * (lane_ % 2)) {}
+                  ((work.output_row + lane_ / 2) * params.num_v_heads + work.v_head) * kHeadDim + 16 * warp + 8 * (lane_ % 2)) {}
 
     __device__ __forceinline__ void run() {
+        for (int chunk = 0; chunk < kValues - 1; ++chunk) load_values(chunk, chunk);
         load_state();
-        int slot = 0, slot_parity = 0, stage = 0, stage_parity = 0;
-        for (int chunk = 0; chunk < work_.chunks; ++chunk) {
-            advance(chunk, slot, slot_parity, stage, stage_parity);
-            if (++slot == kValues) slot = 0, slot_parity ^= 1;
+        int slot = 0, stage = 0, stage_parity = 0;
+        for (int chunk = 0; chunk < work_.steps; ++chunk) {
+            load_values(chunk + kValues - 1, slot == 0 ? kValues - 1 : slot - 1);
+            advance(chunk, slot, stage, stage_parity);
+            if (++slot == kValues) slot = 0;
             if (++stage == kStages) stage = 0, stage_parity ^= 1;
         }
+        ptx::cp_async_wait<0>();
         store_state();
     }
 
@@ -76,7 +81,9 @@ class Consumer {
         if (inner && params_.pass == Pass::kReplay) return;  // known from the maps
         float* target = params_.final_state;
         if (target) target += work_.state * kHeadDim * kHeadDim;
-        if (inner) target = segment_map(params_, segment_.sequence, segment_.index, segment_.v_head, segment_.is_map ? 0 : 1);
+        if (inner) {
+            target = segment_map(params_, segment_.sequence, segment_.index, segment_.v_head, segment_.is_map ? 0 : 1);
+        }
         if (!target) return;
         const bool v_first = inner || params_.state_v_first;
 #pragma unroll
@@ -94,7 +101,18 @@ class Consumer {
         }
     }
 
-    __device__ __forceinline__ void advance(int chunk, int slot, int slot_parity, int stage_index, int stage_parity) {
+    // The warp's own columns of v, two lanes a token.
+    __device__ __forceinline__ void load_values(int chunk, int slot) {
+        if (chunk < work_.steps) {
+            const uint32_t target =
+                ptx::shared_address(smem_.values[slot]) + lane_ / 2 * kRowBytes + 32 * warp_ + 16 * (lane_ % 2);
+            ptx::cp_async_16(target, values_, chunk * kChunk + lane_ / 2 < work_.length);
+            values_ += kChunk * params_.v.token_bytes;
+        }
+        ptx::cp_async_commit();
+    }
+
+    __device__ __forceinline__ void advance(int chunk, int slot, int stage_index, int stage_parity) {
         const Stage& stage = smem_.stage[stage_index];
 
         // S^T [Kd; Qd]^T: registers 0..7 are (Kd S)^T, 8..15 (Qd S)^T, tokens 0..7 and 8..15 each.
@@ -118,37 +136,38 @@ class Consumer {
         }
         ptx::wgmma_commit();
 
-        ptx::mbarrier_wait(&smem_.values_full[slot], slot_parity);
+        ptx::cp_async_wait<kValues - 1>();
+        __syncwarp();
         uint32_t v[4];
         ptx::ldmatrix_x4_trans(v, ptx::shared_address(smem_.values[slot]) + (lane_ % 8 + 8 * (lane_ / 16)) * kRowBytes +
                                       2 * (16 * warp_ + 8 * (lane_ / 8 % 2)));
         if (segment_.is_map) v[0] = v[1] = v[2] = v[3] = 0;  // M alone, without B
         ptx::mbarrier_wait(&smem_.built[stage_index], stage_parity);
-        const int token = 2 * (lane_ % 4);
-        float2 beta[2], k_norm[2];
+        float2 k_norm[2];
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            beta[n] = *reinterpret_cast<const float2*>(&stage.beta[token + 8 * n]);
-            k_norm[n] = *reinterpret_cast<const float2*>(&stage.k_norm[token + 8 * n]);
-        }
+        for (int n = 0; n < 2; ++n) k_norm[n] = *reinterpret_cast<const float2*>(&stage.k_norm[2 * (lane_ % 4) + 8 * n]);
         ptx::wgmma_wait<0>();
 
-        // (beta (V - Kd S / |k|))^T
-        uint32_t high[4], low[4];
-        float u[8];
+        // (V - Kd S / |k|)^T, of which 8 tokens are an A operand whose k are the even tokens before the odd ones
+        uint32_t remainder[2][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int n = i / 2;
-            u[2 * i] = beta[n].x * (ptx::bf16_low(v[i]) - k_norm[n].x * product[2 * i]);
-            u[2 * i + 1] = beta[n].y * (ptx::bf16_high(v[i]) - k_norm[n].y * product[2 * i + 1]);
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float* pair = product + 4 * n + 2 * r;
+                remainder[n][r] = ptx::round_tf32(ptx::bf16_low(v[2 * n + r]) - k_norm[n].x * pair[0]);
+                remainder[n][r + 2] = ptx::round_tf32(ptx::bf16_high(v[2 * n + r]) - k_norm[n].y * pair[1]);
+            }
         }
-        split_operand(high, low, u);
 
-        // U^T, then over |k|
-        const uint64_t inverse = ptx::operand_square(ptx::shared_address(stage.inverse));
+        // U'^T
+        float u[8];
+        const uint32_t inverse = ptx::shared_address(stage.inverse);
         ptx::wgmma_fence();
-        ptx::wgmma_m64n16k16<0>(u, high, inverse, false);
-        ptx::wgmma_m64n16k16<0>(u, low, inverse, true);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            ptx::wgmma_m64n16k8_tf32(u, remainder[n], ptx::operand_words(inverse, 2 * n * kWordColumnBytes, kWordColumnBytes), n > 0);
+        }
         ptx::wgmma_commit();
         float2 gamma[2][8];  // ahead of their use
 #pragma unroll
@@ -162,11 +181,7 @@ class Consumer {
             if (__builtin_expect(steep[h], false)) decay_half(h, gamma[h]);
         }
         ptx::wgmma_wait<0>();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            u[2 * i] *= k_norm[i / 2].x;
-            u[2 * i + 1] *= k_norm[i / 2].y;
-        }
+        uint32_t high[4], low[4];
         split_operand(high, low, u);
 
         // O and S
@@ -187,19 +202,14 @@ class Consumer {
         }
         ptx::wgmma_commit();
         ptx::wgmma_wait<1>();
-#pragma unroll
-        for (int i = 0; i < 8; ++i) out[i] += product[8 + i];
-        if (has_output()) store_output(chunk, out, stage, smem_.values[slot]);
+        if (has_output()) store_output(chunk, out, product + 8, stage, smem_.values[slot]);
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             if (__builtin_expect(!steep[h], true)) decay_half(h, gamma[h]);
         }
         __syncwarp();
-        if (lane_ == 0) {
-            ptx::mbarrier_arrive(&smem_.stage_empty[stage_index]);
-            ptx::mbarrier_arrive(&smem_.values_empty[slot]);
-        }
+        if (lane_ == 0) ptx::mbarrier_arrive(&smem_.stage_empty[stage_index]);
     }
 
     __device__ __forceinline__ void decay_half(int h, const float2 (&gamma)[8]) {
@@ -210,13 +220,16 @@ class Consumer {
         }
     }
 
-    // Transposes the warp's 16 tokens x 16 values in the place of its v, then writes whole 32-byte sectors.
-    __device__ __forceinline__ void store_output(int chunk, const float (&out)[8], const Stage& stage, uint8_t* values) {
+    // O = P' U' + scale/|q| Qd S. Transposes the warp's 16 tokens x 16 values in the place of its v, then writes whole 32-byte
+    // sectors.
+    __device__ __forceinline__ void store_output(int chunk, const float* inside, const float* from_state, const Stage& stage,
+                                                 uint8_t* values) {
         uint32_t packed[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float2 q_norm = *reinterpret_cast<const float2*>(&stage.q_norm[2 * (lane_ % 4) + 8 * (i / 2)]);
-            packed[i] = ptx::pack_bf16(out[2 * i] * q_norm.x, out[2 * i + 1] * q_norm.y);
+            packed[i] = ptx::pack_bf16(inside[2 * i] + q_norm.x * from_state[2 * i],
+                                       inside[2 * i + 1] + q_norm.y * from_state[2 * i + 1]);
         }
         uint8_t* tile = values + 32 * warp_;
         // Matrix m of the store is tokens 8 (m / 2), values 8 (m % 2).
@@ -238,6 +251,7 @@ class Consumer {
     const Work& work_;
     SharedMemory& smem_;
     const int lane_, warp_;
+    const char* values_;     // eight values of one token, of the chunk to load next
     __nv_bfloat16* output_;  // the eight values of one token that the lane writes, of the current chunk
     float state_[2][32];
 };

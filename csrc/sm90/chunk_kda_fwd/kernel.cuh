@@ -1,8 +1,8 @@
 // Hopper KDA forward (sm_90a: wgmma, asynchronous copies, mbarriers), chunk 16, K = V = 128.
 //
-// One block owns one (sequence, value head), a segment of it, or half of its V. A loader warp brings raw chunks into shared memory; scaler warps (scaler.cuh) decay q
-// and k; builder warps (builder.cuh) make the 16 x 16 factors; consumer warpgroups (consumer.cuh) run the recurrence with the state
-// in fp32 registers. Each role works chunks ahead of the next, and factors never go through global memory.
+// One block owns one (sequence, value head), a segment of it, or half of its V. A loader warp brings raw chunks into shared memory;
+// scaler warps (scaler.cuh) decay q and k; builder warps (builder.cuh) make the 16 x 16 factors; consumer warpgroups (consumer.cuh) run
+// the recurrence with the state in fp32 registers. Each role works chunks ahead of the next, and factors never go through global memory.
 #pragma once
 
 #include "ptx/wgmma.cuh"
@@ -17,12 +17,8 @@ namespace kda::sm90 {
 template <int kConsumerWarps>
 __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
     for (int i = 0; i < kInputs; ++i) {
-        ptx::mbarrier_init(&smem.input_full[i], 32);   // the loader's lanes
+        ptx::mbarrier_init(&smem.input_full[i], 32);  // the loader's lanes
         ptx::mbarrier_init(&smem.input_empty[i], 3);  // two scalers, one builder
-    }
-    for (int i = 0; i < kValues; ++i) {
-        ptx::mbarrier_init(&smem.values_full[i], 32);
-        ptx::mbarrier_init(&smem.values_empty[i], kConsumerWarps);
     }
     for (int i = 0; i < kStages; ++i) {
         ptx::mbarrier_init(&smem.scaled[i], 2);
@@ -30,6 +26,16 @@ __device__ __forceinline__ void init_barriers(SharedMemory& smem) {
         ptx::mbarrier_init(&smem.stage_empty[i], kConsumerWarps);
     }
     ptx::mbarrier_init_fence();
+}
+
+// Of P, what later tokens would send to earlier ones, in a tile that the builders leave out.
+__device__ __forceinline__ void clear_upper_tiles(SharedMemory& smem) {
+    for (int i = threadIdx.x; i < kStages * int(sizeof(Stage::p_high)) / 16; i += blockDim.x) {
+        Stage& stage = smem.stage[i % kStages];
+        reinterpret_cast<uint4*>(stage.p_high)[i / kStages] = uint4{0, 0, 0, 0};
+        reinterpret_cast<uint4*>(stage.p_low)[i / kStages] = uint4{0, 0, 0, 0};
+    }
+    ptx::fence_async_proxy();
 }
 
 template <typename GateT, int kValueSplit>
@@ -45,9 +51,10 @@ __global__ void __launch_bounds__(Roles<kValueSplit>::kThreads, 1)
         return;
     }
     const Segment segment = locate_segment(params, blockIdx.x / kValueSplit);
-    const Work work = cut_segment(params, segment);
+    const Work work = cut_segment(params, segment, kChunk);
     const int part = blockIdx.x % kValueSplit;
     if (threadIdx.x == 0) init_barriers<Roles::kConsumerWarps>(smem);
+    clear_upper_tiles(smem);
     __syncthreads();
 
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;

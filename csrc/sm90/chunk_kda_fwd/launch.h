@@ -12,6 +12,10 @@ cudaError_t launch_gate_fp32(const ChunkKdaFwdParams& params, cudaStream_t strea
 cudaError_t launch_gate_bf16_split(const ChunkKdaFwdParams& params, cudaStream_t stream);
 cudaError_t launch_gate_fp32_split(const ChunkKdaFwdParams& params, cudaStream_t stream);
 
+// Before anything else of a packed call of at most so many sequences, where params.order is to be written.
+constexpr int kMaxRankedSequences = 1024;
+cudaError_t launch_rank_sequences(const ChunkKdaFwdParams& params, cudaStream_t stream);
+
 // Between the passes over segments.
 cudaError_t launch_join_segments(const ChunkKdaFwdParams& params, cudaStream_t stream);
 

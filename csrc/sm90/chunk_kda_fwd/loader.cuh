@@ -1,4 +1,4 @@
-// Loader warp: raw rows of q, k, v and g from global to shared memory, several chunks ahead.
+// Loader warp: raw rows of q, k and g from global to shared memory, several chunks ahead.
 #pragma once
 
 #include "common/sequence.cuh"
@@ -10,15 +10,10 @@ namespace kda::sm90 {
 // One lane's part of the rows of one input.
 class RowLoader {
    public:
-    // Rows of `row_bytes`, one head of `heads` in each token.
-    __device__ __forceinline__ RowLoader(const void* tensor, const Work& work, int heads, int head, int row_bytes, int lane)
-        : stride_(int64_t(heads) * row_bytes),
-          source_(static_cast<const char*>(tensor) + work.first_token * stride_ + int64_t(head) * row_bytes) {
-        const int pieces = row_bytes / 16;
-        first_row_ = lane / pieces;
-        column_ = lane % pieces * 16;
-        source_ += first_row_ * stride_ + column_;
-    }
+    // Rows of `row_bytes`.
+    __device__ __forceinline__ RowLoader(const Rows& rows, const Work& work, int head, int row_bytes, int lane)
+        : stride_(rows.token_bytes), first_row_(lane / (row_bytes / 16)), column_(lane % (row_bytes / 16) * 16),
+          source_(row_address(rows, work, first_row_, head) + column_) {}
 
     // Copies the next chunk, its rows past the sequence's end as zeros; the second half of each row begins at kSecondHalf.
     template <int kRowBytes, int kPitch, int kSecondHalf = kRowBytes / 2>
@@ -37,21 +32,20 @@ class RowLoader {
 
    private:
     const int64_t stride_;
+    const int first_row_, column_;
     const char* source_;
-    int first_row_, column_;
 };
 
 template <typename GateT>
 __device__ __forceinline__ void load_chunks(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem) {
     constexpr int kRow = kHeadDim * 2, kGateRow = kHeadDim * int(sizeof(GateT));
     const int lane = threadIdx.x % 32;
-    RowLoader q(params.q, work, params.num_qk_heads, work.qk_head, kRow, lane);
-    RowLoader k(params.k, work, params.num_qk_heads, work.qk_head, kRow, lane);
-    RowLoader v(params.v, work, params.num_v_heads, work.v_head, kRow, lane);
-    RowLoader g(params.g, work, params.num_v_heads, work.v_head, kGateRow, lane);
+    RowLoader q(params.q, work, work.qk_head, kRow, lane);
+    RowLoader k(params.k, work, work.qk_head, kRow, lane);
+    RowLoader g(params.g, work, work.v_head, kGateRow, lane);
 
-    int slot = 0, parity = 0, value_slot = 0, value_parity = 0;
-    for (int chunk = 0; chunk < work.chunks; ++chunk) {
+    int slot = 0, parity = 0;
+    for (int chunk = 0; chunk < work.steps; ++chunk) {
         const int rows = min(work.length - chunk * kChunk, kChunk);
         Input& input = smem.input[slot];
         ptx::mbarrier_wait(&smem.input_empty[slot], parity ^ 1);
@@ -59,11 +53,7 @@ __device__ __forceinline__ void load_chunks(const ChunkKdaFwdParams& params, con
         k.load<kRow, kRowBytes>(input.k, rows);
         g.load<kGateRow, kHeadDim * 4, kHeadDim * 2>(input.g, rows);
         ptx::mbarrier_arrive_after_copies(&smem.input_full[slot]);
-        ptx::mbarrier_wait(&smem.values_empty[value_slot], value_parity ^ 1);
-        v.load<kRow, kRowBytes>(smem.values[value_slot], rows);
-        ptx::mbarrier_arrive_after_copies(&smem.values_full[value_slot]);
         if (++slot == kInputs) slot = 0, parity ^= 1;
-        if (++value_slot == kValues) value_slot = 0, value_parity ^= 1;
     }
 }
 

@@ -14,9 +14,6 @@
 
 namespace kda::sm90 {
 
-// Inside the chunk's work every G is kept as G + A, the exponent that is needed most.
-__device__ __forceinline__ bool is_steep(float anchored_G) { return !(fabsf(anchored_G) <= kAnchor); }  // true for NaN
-
 template <typename GateT>
 class Scaler {
    public:
@@ -25,7 +22,7 @@ class Scaler {
           gate_{Gate(params, work.v_head, 64 * half_ + 2 * lane_), Gate(params, work.v_head, 64 * half_ + 2 * lane_ + 1)} {}
 
     __device__ __forceinline__ void run() {
-        for (int chunk = pair_; chunk < work_.chunks; chunk += 2) {
+        for (int chunk = pair_; chunk < work_.steps; chunk += 2) {
             const int slot = chunk % kInputs, stage = chunk % kStages;
             ptx::mbarrier_wait(&smem_.input_full[slot], chunk / kInputs % 2);
             ptx::mbarrier_wait(&smem_.stage_empty[stage], (chunk / kStages % 2) ^ 1);
@@ -52,39 +49,39 @@ class Scaler {
 
     template <GateMode kMode>
     __device__ __forceinline__ void scale(Input& input, Stage& stage, int rows) const {
-        float2 G = make_float2(kAnchor, kAnchor);
+        // Sums start from zero: beside an anchor, slow gates would be lost in its rounding.
+        float2 G = make_float2(0.0f, 0.0f);
         bool steep = false;
 #pragma unroll 1
         for (int first = 0; first < kChunk; first += kRows) {
             float2 sum[kRows];
+            Operands x[kRows];
             sum_gates<kMode>(sum, G, input, first, rows);
             G = sum[kRows - 1];
 #pragma unroll
+            for (int i = 0; i < kRows; ++i) x[i] = load(input, first, i);  // before any store
+#pragma unroll
             for (int i = 0; i < kRows; ++i) {
-                // Gates made in the kernel all have one sign, so that the steepest sum is the last.
+                // Sums only fall, unless a given gate is positive, so that the steepest is the last.
                 if (kMode == GateMode::kGiven || i == kRows - 1) steep = steep | is_steep(sum[i].x) | is_steep(sum[i].y);
-                const Operands x = load(input, first, i);
-                store(stage, first, i, x, ptx::exp2_approx(sum[i].x), ptx::exp2_approx(sum[i].y), ptx::exp2_approx(-sum[i].x),
-                      ptx::exp2_approx(-sum[i].y));
+                const float2 exponent = make_float2(sum[i].x + kAnchor, sum[i].y + kAnchor);
+                store(stage, first, i, x[i], ptx::exp2_approx(exponent.x), ptx::exp2_approx(exponent.y), ptx::exp2_approx(-exponent.x),
+                      ptx::exp2_approx(-exponent.y));
             }
         }
-        const float2 last = make_float2(G.x - kAnchor, G.y - kAnchor);
-        *reinterpret_cast<float2*>(&stage.gamma[channel()]) = make_float2(ptx::exp2_approx(last.x), ptx::exp2_approx(last.y));
-        const uint32_t steep_pairs = __ballot_sync(~0u, steep);
-        uint32_t pairwise = 0;
-        if (__builtin_expect(steep_pairs, 0)) pairwise = __ballot_sync(~0u, scale_steep<kMode>(input, stage, rows, last));
-        if (lane_ == 0) {
-            stage.steep[half_] = steep_pairs;
-            stage.pairwise[half_] = pairwise;
-        }
+        *reinterpret_cast<float2*>(&stage.gamma[channel()]) = make_float2(ptx::exp2_approx(G.x), ptx::exp2_approx(G.y));
+        const bool half_steep = __any_sync(~0u, steep);
+        uint32_t felt = 0;
+        if (__builtin_expect(half_steep, false)) felt = __ballot_sync(~0u, scale_steep<kMode>(input, stage, rows, G));
+        if (lane_ == 0) stage.steep[half_] = half_steep, stage.felt[half_] = felt;
     }
 
     // Once more, with G_last known: steep entries leave the products, k gets its decay to the end of the chunk, and G takes the
     // place of g. Returns whether a pair of tokens that the products left out is not forgotten altogether.
     template <GateMode kMode>
     __device__ __forceinline__ bool scale_steep(Input& input, Stage& stage, int rows, float2 last) const {
-        float2 G = make_float2(kAnchor, kAnchor), least = make_float2(INFINITY, INFINITY);
-        bool met0 = false, met1 = false, pairwise = false;  // a steep entry so far
+        float2 G = make_float2(0.0f, 0.0f), least = make_float2(INFINITY, INFINITY);
+        bool met0 = false, met1 = false, felt = false;  // met: a steep entry so far
 #pragma unroll 1
         for (int first = 0; first < kChunk; first += kRows) {
             float2 sum[kRows];
@@ -95,18 +92,19 @@ class Scaler {
             for (int i = 0; i < kRows; ++i) {
                 const Operands x = load(input, first, i);
                 const bool steep0 = is_steep(sum[i].x), steep1 = is_steep(sum[i].y);
-                store(stage, first, i, x, steep0 ? 0.0f : ptx::exp2_approx(sum[i].x), steep1 ? 0.0f : ptx::exp2_approx(sum[i].y),
-                      steep0 ? 0.0f : ptx::exp2_approx(-sum[i].x), steep1 ? 0.0f : ptx::exp2_approx(-sum[i].y));
+                const float2 exponent = make_float2(sum[i].x + kAnchor, sum[i].y + kAnchor);
+                store(stage, first, i, x, steep0 ? 0.0f : ptx::exp2_approx(exponent.x), steep1 ? 0.0f : ptx::exp2_approx(exponent.y),
+                      steep0 ? 0.0f : ptx::exp2_approx(-exponent.x), steep1 ? 0.0f : ptx::exp2_approx(-exponent.y));
                 *reinterpret_cast<uint32_t*>(stage.k_restored[half_] + 128 * first + offset(i)) =
-                    ptx::pack_bf16(x.k0 * ptx::exp2_approx(last.x - sum[i].x), x.k1 * ptx::exp2_approx(last.y - sum[i].y));
+                    ptx::pack_bf16(x.k0 * ptx::exp2_approx(last.x - exponent.x), x.k1 * ptx::exp2_approx(last.y - exponent.y));
                 *reinterpret_cast<float2*>(&input.g[decay_index(first + i, channel())]) = sum[i];
                 met0 |= steep0, met1 |= steep1;
-                pairwise |= met0 && !(sum[i].x - least.x <= kForgotten);  // true for NaN
-                pairwise |= met1 && !(sum[i].y - least.y <= kForgotten);
+                felt |= met0 && !(sum[i].x - least.x <= kForgotten);  // true for NaN
+                felt |= met1 && !(sum[i].y - least.y <= kForgotten);
                 least = make_float2(fminf(least.x, sum[i].x), fminf(least.y, sum[i].y));
             }
         }
-        return pairwise;
+        return felt;
     }
 
     struct Operands {
@@ -119,6 +117,12 @@ class Scaler {
 
     // sum[i] = G + the log2 gates of rows first .. first + i.
     template <GateMode kMode>
+    __device__ __forceinline__ void sum_gates(float2 (&sum)[kRows], float2 G, const Input& input, int first, int rows) const {
+        if (__builtin_expect(rows == kChunk, true)) sum_gates<kMode, false>(sum, G, input, first, rows);
+        else sum_gates<kMode, true>(sum, G, input, first, rows);
+    }
+
+    template <GateMode kMode, bool kEnds>
     __device__ __forceinline__ void sum_gates(float2 (&sum)[kRows], float2 G, const Input& input, int first, int rows) const {
         const GateT* raw = reinterpret_cast<const GateT*>(input.g + first * kHeadDim + 64 * half_) + 2 * lane_;
         constexpr int kPitch = kHeadDim * 4 / int(sizeof(GateT));
@@ -135,11 +139,12 @@ class Scaler {
         }
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const float factor = first + i < rows ? gate_[0].factor : 0.0f;  // tokens that do not exist forget nothing
+            const float factor = !kEnds || first + i < rows ? gate_[0].factor : 0.0f;  // tokens that do not exist forget nothing
             if constexpr (kMode == GateMode::kBounded) {  // the bound is above kForgetAll: see launch
                 G = make_float2(G.x + factor * sum[i].x, G.y + factor * sum[i].y);
             } else {
-                G = make_float2(G.x + ptx::max_nan(factor * sum[i].x, kForgetAll), G.y + ptx::max_nan(factor * sum[i].y, kForgetAll));
+                G = make_float2(G.x + ptx::max_nan(factor * sum[i].x, kForgetAll),
+                                G.y + ptx::max_nan(factor * sum[i].y, kForgetAll));
             }
             sum[i] = G;
         }
