@@ -75,7 +75,7 @@ def why_not_an_operator(arguments: dict[str, Any]) -> str | None:
         if name not in PARAMETERS:
             return f"the keyword {name} is unknown"
         kind = PARAMETERS[name]
-        if x is None and kind.endswith("?"):
+        if x is None and kind.endswith("?") and name not in _ABSENT_WHEN_NONE:
             continue
         if not isinstance(x, _PYTHON_TYPES[kind.removesuffix("?")]):
             return f"{name} is a {type(x).__name__}"
