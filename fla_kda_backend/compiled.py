@@ -90,7 +90,8 @@ def why_not_an_operator(arguments: dict[str, Any]) -> str | None:
 
 def _by_name(values: tuple) -> dict[str, Any]:
     """The operator's arguments; PyTorch leaves trailing ones out where they have their default."""
-    return {name: False if kind == "bool" else None for name, kind in PARAMETERS.items()} | dict(zip(PARAMETERS, values))
+    defaults = {name: False if kind == "bool" else None for name, kind in PARAMETERS.items()}
+    return defaults | dict(zip(PARAMETERS, values))
 
 
 @torch.library.custom_op("fla_kda_backend::chunk_kda", mutates_args=(), schema=f"({_SCHEMA}) -> Tensor[]")

@@ -1,7 +1,7 @@
-"""Does a call stay within its memory? Inputs and outputs between margins that hold NaN, compared byte by byte afterwards.
+"""Does a call stay within its memory? Inputs and outputs between margins that hold NaN, compared afterwards.
 
-    inputs = guards.guard_all(arguments, offset=1)      # copies between margins, one element after an aligned address
-    with guards.GuardedOutputs() as outputs:            # what is allocated meanwhile gets margins, too, and starts as NaN
+    inputs = guards.guard_all(arguments, offset=1)  # copies between margins, one element after an aligned address
+    with guards.GuardedOutputs() as outputs:        # what is allocated meanwhile lies between margins, and is NaN
         o, state = run(inputs.tensors)
     inputs.check(), outputs.check()
 
@@ -55,9 +55,8 @@ class GuardedInputs:
 
     def check(self) -> None:
         """Fail when anything has been written to, in an input or beside it."""
-        changed = [
-            one.name for one, before in zip(self.guarded, self.before, strict=True) if not torch.equal(one.buffer, before)
-        ]
+        pairs = zip(self.guarded, self.before, strict=True)
+        changed = [one.name for one, before in pairs if not torch.equal(one.buffer, before)]
         assert not changed, f"written to, or beside: {changed}"
 
 
@@ -86,14 +85,12 @@ class GuardedOutputs(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         if function not in _ALLOCATES or result.numel() == 0 or not result.is_contiguous():
             return result
-        with torch._C.DisableTorchFunction():
-            self.guarded.append(Guarded.like(f"output {len(self.guarded)}", result))
+        self.guarded.append(Guarded.like(f"output {len(self.guarded)}", result))
         return self.guarded[-1].tensor
 
     def check(self) -> None:
         """Fail when a margin has been written to, or when nothing was allocated at all."""
         assert self.guarded, "no output was allocated under guard"
-        written = [
-            f"{one.name} {list(one.tensor.shape)}" for one in self.guarded if not one.margins_are_whole()
-        ]  # fmt: skip
+        changed = [one for one in self.guarded if not one.margins_are_whole()]
+        written = [f"{one.name} {list(one.tensor.shape)}" for one in changed]
         assert not written, f"written beside: {written}"

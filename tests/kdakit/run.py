@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fla_kda_backend
 from fla_kda_backend import ops
@@ -95,6 +96,20 @@ def environment(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+class OperatorCalls(TorchDispatchMode):
+    """Inside, the calls of our compiled operator are kept in `calls`, with their arguments by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[dict] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.fla_kda_backend.chunk_kda_fwd.default:
+            names = [argument.name for argument in function._schema.arguments]
+            self.calls.append(dict(zip(names, args)) | (kwargs or {}))
+        return function(*args, **(kwargs or {}))
 
 
 @contextmanager
