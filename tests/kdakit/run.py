@@ -106,7 +106,7 @@ class OperatorCalls(TorchDispatchMode):
         self.calls: list[dict] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.fla_kda_backend.chunk_kda_fwd.default:
+        if function.name() == "fla_kda_backend::chunk_kda_fwd":
             names = [argument.name for argument in function._schema.arguments]
             self.calls.append(dict(zip(names, args)) | (kwargs or {}))
         return function(*args, **(kwargs or {}))
