@@ -9,7 +9,7 @@ alone, through all cases, each judged by the fp64 recurrence so that a case that
 tensor is an allocation of its own there, between other allocations of nobody.
 
 The record is {source_sha256, gpu, sanitizer, tools: {tool: {status, errors, warnings, seconds, note}}, rows: [{tool,
-kernel, case, status, errors, warnings, seconds, error_o, segments, first}], groups, counts, complete}. The status of a
+kernel, case, status, errors, warnings, seconds, error_o, segments, first}], groups, counts, seconds, complete}. The status of a
 tool is "finished", "out of time", "unavailable" (it does not run on this machine; `note` says why) or "broken"; that of
 a row is "clean", "errors", "failed" (wrong results or an exception), or "not run". Warnings are counted and are no
 errors. Exits with 1 for errors or failures, with 3 where a tool is unavailable or did not finish, with 2 without a GPU.
@@ -302,6 +302,7 @@ def summarise(facts: dict, tools: dict[str, dict], rows: list[dict], complete: b
             "sanitizer tools": sum(result["status"] == "finished" for result in tools.values()),
             "sanitizer cases": sum(row["status"] in ("clean", "errors") for row in rows),
         },
+        "seconds": round(sum(result["seconds"] for result in tools.values()), 1),
         "complete": complete,
     }
 

@@ -75,6 +75,7 @@ def run_threads(*work) -> None:
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("the wrong stream")
 def test_the_current_stream_is_used_and_its_order_kept():
     arguments = arguments_of("few-heads")
     expected = run_on_kernels(arguments)
@@ -92,6 +93,7 @@ def test_the_current_stream_is_used_and_its_order_kept():
     assert_same(result, expected)
 
 
+@pytest.mark.fault("copies freed too early")
 def test_copies_of_views_are_made_and_freed_on_the_stream_of_the_call():
     # A strided input is copied; were the copy's memory free before the kernel has read it, the next call would fill it.
     arguments = arguments_of("few-heads")
@@ -111,6 +113,7 @@ def test_copies_of_views_are_made_and_freed_on_the_stream_of_the_call():
         assert_same(result, expected)
 
 
+@pytest.mark.fault("the wrong stream")
 def test_calls_on_several_streams_at_once_do_not_disturb_each_other():
     shapes = list(SHAPES)
     arguments = {shape: arguments_of(shape) for shape in shapes}
@@ -138,6 +141,7 @@ def functions() -> dict:
     return {"fla_kda_backend": fla_kda_backend.chunk_kda, "fla.ops.kda": fla.ops.kda.chunk_kda}
 
 
+@pytest.mark.fault("two threads")
 @pytest.mark.parametrize("function", ["fla_kda_backend", "fla.ops.kda"])
 def test_two_threads_with_streams_of_their_own_do_not_disturb_each_other(function, record_property):
     # FLA asks a backend whether it accepts a call, and then has it run: another thread's call may come in between.
@@ -181,6 +185,7 @@ def copy_into(arguments: dict, fresh: dict) -> None:
             value.copy_(fresh[name])
 
 
+@pytest.mark.fault("host synchronisation that breaks capture")
 def test_a_graph_of_a_call_in_segments_replays_with_new_contents():
     if expected_path() != "hopper":
         pytest.skip("only the Hopper kernel cuts sequences into segments")
@@ -201,6 +206,7 @@ def test_a_graph_of_a_call_in_segments_replays_with_new_contents():
         compare.assert_close(state, exact_state, compare.CUDA_FORWARD.state, "final_state of a replay")
 
 
+@pytest.mark.fault("stale metadata in a replay")
 def test_a_graph_of_packed_segments_reads_the_boundaries_of_its_moment():
     if expected_path() != "hopper":
         pytest.skip("only the Hopper kernel cuts sequences into segments")
@@ -269,6 +275,7 @@ def check_compiled(function, arguments: dict) -> None:
 
 
 # "inductor" compiles Triton code for what is around the call, a matter of ten seconds; one shape shows it.
+@pytest.mark.fault("graph breaks under torch.compile")
 @pytest.mark.parametrize(
     "shape, backend", [("few-heads", "aot_eager"), ("packed", "aot_eager"), ("many-heads", "inductor")]
 )
@@ -342,6 +349,7 @@ def test_a_layer_that_calls_us_is_served_and_right(function, around, fresh_compi
         compare.assert_close(result, expected, LAYER, "the layer's output")
 
 
+@pytest.mark.fault("grad modes")
 @pytest.mark.parametrize("shape", ["few-heads", "packed"])
 def test_grad_modes_and_autocast_do_not_change_a_bit(shape):
     arguments = arguments_of(shape)
@@ -370,6 +378,7 @@ def other() -> torch.device:
     assert torch.cuda.current_device() == 0, "a call has changed the current device"
 
 
+@pytest.mark.fault("the wrong device")
 @two_gpus
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("function", ["fla_kda_backend", "fla.ops.kda"])
@@ -460,6 +469,7 @@ def test_a_graph_on_the_other_device_replays_with_new_contents(other):
         assert_same(results, run_on_kernels(arguments_of("packed", other, seed=32)))
 
 
+@pytest.mark.fault("tensors on several devices")
 @two_gpus
 @pytest.mark.parametrize("name", ["k", "beta", "initial_state", "cu_seqlens"])
 def test_tensors_spread_over_two_devices_are_refused_in_a_sentence(name, other):

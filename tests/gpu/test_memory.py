@@ -56,6 +56,7 @@ def check_between_guards(arguments: dict, offset: int, judge: dict) -> None:
     compare.assert_close(o, exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o")
 
 
+@pytest.mark.fault("misaligned views, reads and writes out of bounds")
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("name, layout", GUARDED, ids=lambda value: str(value))
 def test_nothing_outside_inputs_and_outputs_is_read_or_written(name, layout, offset):
@@ -64,6 +65,7 @@ def test_nothing_outside_inputs_and_outputs_is_read_or_written(name, layout, off
     check_between_guards(arguments, offset, call.judge)
 
 
+@pytest.mark.fault("reads and writes out of bounds between segments")
 @pytest.mark.parametrize("name", ["1-kimi-linear", "4-fla-safe-gate"])
 def test_nothing_outside_is_read_or_written_by_segments(name):
     if expected_path() != "hopper":
@@ -75,6 +77,7 @@ def test_nothing_outside_is_read_or_written_by_segments(name):
     assert len(operator.calls) == 2 and all(one["segments"] > 1 for one in operator.calls)
 
 
+@pytest.mark.fault("outputs left uninitialised")
 def test_every_element_of_every_result_is_written():
     # What is not written stays NaN; the inputs are such that no right result is.
     for name, layout in GUARDED:
@@ -106,6 +109,7 @@ def random_on_device(seed: int):
     return randn
 
 
+@pytest.mark.fault("offsets past 2^31 elements")
 def test_one_sequence_of_a_million_tokens_past_two_to_the_31_elements(record_property):
     # 2^20 tokens x 17 heads x 128 channels; the first and the last head are judged from the first token to the last.
     tokens, heads, judged = 2**20, 17, [0, 16]
@@ -145,9 +149,10 @@ def test_one_sequence_of_a_million_tokens_past_two_to_the_31_elements(record_pro
         compare.assert_close(
             state[:, head : head + 1], exact_state, compare.CUDA_FORWARD.state, f"final_state of head {head}"
         )
-    record_property("count:tokens of the longest judged sequence", tokens)
+    record_property("count:sequences of 1,048,576 tokens judged", len(judged))
 
 
+@pytest.mark.fault("offsets past 2^31 elements")
 def test_a_batch_past_two_to_the_31_elements():
     # The other dtype of g, and B instead of T: the last members of the batch are judged.
     batch, tokens, heads = 2**31 // (64 * 64 * K) + 3, 64, 64
@@ -171,6 +176,7 @@ def test_a_batch_past_two_to_the_31_elements():
         compare.assert_close(o[members], exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, f"o of {members}")
 
 
+@pytest.mark.fault("grids past 65535")
 @pytest.mark.parametrize("v_first", [False, True])
 def test_more_than_65535_sequences_times_heads_with_states_past_two_to_the_31_elements(v_first):
     sequences, heads, length = 66_000, 2, 3
@@ -241,6 +247,7 @@ MISFITS = {
 }
 
 
+@pytest.mark.fault("accepted, then crashed")
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_the_operator_refuses_what_does_not_fit_before_anything_runs(misfit, operator_arguments):
     name, change, words = MISFITS[misfit]
@@ -271,18 +278,19 @@ BROKEN_CONTEXT = """
         print("PLANTED", type(error).__name__, flush=True)
     try:
         torch.ops.fla_kda_backend.chunk_kda_fwd(**operator.calls[0])
-        print("RETURNED", flush=True)
+        print("RETURNED although nothing can have been launched", flush=True)
     except RuntimeError as error:
         print("RAISED", " ".join(str(error).split()), flush=True)
     os._exit(0)  # no tidying up on a device that is lost
 """
 
 
+@pytest.mark.fault("launch errors unchecked")
 def test_a_launch_that_fails_raises_at_once():
     # In another process, since the only launch that fails for certain is one after an error that a process cannot mend.
     code, root = textwrap.dedent(BROKEN_CONTEXT), Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
     facts = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.split(" ")[0].isupper())
     assert "PLANTED" in facts, done.stdout + done.stderr
-    assert "RAISED" in facts, "the call returned although nothing can have been launched"
-    assert "device-side assert" in facts["RAISED"]
+    assert "RAISED" in facts, facts
+    assert "fail" in facts["RAISED"] or "device-side assert" in facts["RAISED"], facts
