@@ -8,7 +8,7 @@
 Runs tests/gpu once for each kernel that runs on the GPU, file by file as groups, then the full comparison of
 scripts/parity.py, in one process. The record is {source_sha256, gpu, versions, groups: {name: {passed, failed,
 skipped}}, counts: {name: number}, faults: [kind], seconds, complete}; it is rewritten after each group, so that a run
-that is cut short leaves what it had. Exits with 1 when anything failed.
+that is cut short leaves what it had. Exits with 1 when anything failed or nothing passed.
 
 `counts` are of what tests did beyond being a test, and only of those that passed: a test reports n of something by
 `record_property("count:something", n)`; "two-GPU tests" carry the marker `two_gpus`; `faults` are the kinds named by
@@ -130,7 +130,9 @@ class Record:
         return time.monotonic() - self.began
 
     def failed(self) -> bool:
-        return any(counts["failed"] for counts in self.groups.values()) or not self.groups
+        """Whether anything failed, or nothing passed: tests that were all skipped have shown nothing."""
+        counts = sum(self.groups.values(), Counter())
+        return counts["failed"] > 0 or counts["passed"] == 0
 
     def write(self, complete: bool = False) -> None:
         groups = {

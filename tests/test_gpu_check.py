@@ -98,6 +98,18 @@ def test_record_counts_outcomes_by_file_and_survives_being_cut_short(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "outcomes, failed",
+    [(["passed", "skipped"], False), (["skipped"], True), ([], True), (["passed", "failed"], True)],
+    ids=str,
+)
+def test_a_check_in_which_nothing_passed_has_failed(outcomes, failed, tmp_path):
+    record = gpu_check.Record(tmp_path / "record.json", {})
+    for outcome in outcomes:
+        record.add("group", outcome)
+    assert record.failed() is failed
+
+
 def record_of(group: str, **changes) -> dict:
     groups = {group: {"passed": 3, "failed": 0, "skipped": 1}}
     record = {"source_sha256": "x", "gpu": "a GPU", "versions": {"torch": "1"}, "groups": groups, "seconds": 2.5}

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from tests.gpu import DEVICE
 from tests.kdakit import compare
 
 
 @pytest.fixture(autouse=True)
-def free_memory_is_poisoned():
-    if torch.cuda.is_available():
-        compare.poison_cuda_memory(DEVICE, megabytes=64)
+def free_memory_is_poisoned(request):
+    devices = range(2 if request.node.get_closest_marker("two_gpus") else 1)
+    if torch.cuda.device_count() >= len(devices):
+        for device in devices:
+            compare.poison_cuda_memory(f"cuda:{device}", megabytes=64)
