@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fla_kda_backend import registration, switches
+from fla_kda_backend import compiled, registration, switches
 from fla_kda_backend._version import __version__
 from fla_kda_backend.call import DEFAULTS, REQUIRED, THROUGH_KWARGS, Signature
 from fla_kda_backend.serve import Server, left_to_fla
@@ -48,6 +48,8 @@ def chunk_kda(
 
         S <- diag(exp(g_t)) S;  u = beta_t (v_t - S^T k_t);  S <- S + k_t u^T;  o_t = scale S^T q_t
 
+    Under `torch.compile` a call without gradients is one operator, with no break in the graph; see `compiled`.
+
     Args:
         q, k: [B, T, H, K].
         v: [B, T, HV, V]; HV is a multiple of H, and value head hv reads query head hv // (HV // H).
@@ -83,7 +85,38 @@ def chunk_kda(
         RuntimeError: neither this package nor an installed FLA can serve the call; the message says why.
         Exception: whatever the installed FLA raises for a call that is left to it.
     """
-    arguments = {name: value for name, value in locals().items() if name != "kwargs"} | kwargs
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": g,
+        "beta": beta,
+        "scale": scale,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": use_gate_in_kernel,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval,
+        "safe_gate": safe_gate,
+        "lower_bound": lower_bound,
+        "disable_recompute": disable_recompute,
+        "return_intermediate_states": return_intermediate_states,
+        "state_v_first": state_v_first,
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_cpu": cu_seqlens_cpu,
+        "cp_context": cp_context,
+        "use_graph": use_graph,
+        "max_num_seqs": max_num_seqs,
+        **kwargs,
+    }
+    if torch.compiler.is_compiling():
+        return compiled.chunk_kda(arguments)
+    return serve(arguments)
+
+
+def serve(arguments: dict[str, Any]) -> tuple:
+    """Decide and run `chunk_kda` for its arguments by name."""
     if switches.backend_is_off():
         return _call_fla(arguments, "FLA_KDA_BACKEND=0")
     return _server().call_or(lambda reason: _call_fla(arguments, reason), (), arguments)

@@ -124,7 +124,7 @@ class Server:
             warnings.warn(
                 "`transpose_state_layout` is deprecated and renamed to `state_v_first`.",
                 DeprecationWarning,
-                stacklevel=4,
+                stacklevel=5,  # whoever called the function that called `call_or`
             )
         return RUNNERS[decision.path](call)
 

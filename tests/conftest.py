@@ -34,3 +34,5 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
             if reason_without_kernels() is not None:
                 item.add_marker(pytest.mark.skip(reason=reason_without_kernels()))
+            elif item.get_closest_marker("two_gpus") and torch.cuda.device_count() < 2:
+                item.add_marker(pytest.mark.skip(reason="one CUDA GPU is visible, two are needed"))

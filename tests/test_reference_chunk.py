@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.kdakit import cases
 from tests.kdakit.compare import assert_close
+from tests.kdakit.run import run_exactly, run_exactly_in_chunks
 from tests.reference_calls import BFLOAT16, FLOAT32, FLOAT64, INF, random_arguments, run_chunk, run_judge, steepen
 
 
@@ -41,6 +42,18 @@ def test_every_caller_layout_and_gate(case):
 def test_float64_inputs_are_computed_in_float64(case):
     built = cases.build(case, tokens=80, heads=2, head_dim=16, dtype=torch.float64)
     assert_agrees(FLOAT64, FLOAT64, torch.float64, **built.arguments)
+
+
+@pytest.mark.parametrize("case", list(cases.all_cases(layouts=("varlen",), gates=("long-memory", "mixed"))), ids=str)
+def test_the_judge_of_long_sequences_is_the_recurrence(case):
+    judge = cases.build(case, tokens=300, heads=2, head_dim=16).judge
+    o, state = run_exactly_in_chunks(judge)
+    exact_o, exact_state = run_exactly(judge)
+    assert o.dtype == torch.float64
+    assert_close(o, exact_o, FLOAT64, "o")
+    if exact_state is not None:
+        assert state.dtype == torch.float64
+        assert_close(state, exact_state, FLOAT64, "final_state")
 
 
 def test_dtypes_of_the_results():

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from fla_kda_backend import ops
 from tests.gpu import DEVICE
 from tests.kdakit import cases, compare
-from tests.kdakit.run import expected_path, run_exactly, run_on_kernels, same_bits
+from tests.kdakit.run import OperatorCalls, expected_path, run_exactly, run_on_kernels, same_bits
 
 HEADS, TOKENS = 2, 8192
 # Sequences of which one is longer than all its segments, one is shorter than a chunk, one is empty.
@@ -21,11 +20,9 @@ def build(name: str, gate: str, **changes) -> dict:
 def check(arguments: dict) -> None:
     if expected_path() != "hopper":
         pytest.skip("only the Hopper kernel cuts sequences into segments")
-    sequences = 1 if arguments.get("cu_seqlens") is None else len(arguments["cu_seqlens"]) - 1
-    _, tokens, heads, _ = arguments["v"].shape
-    count = ops.count_segments(sequences * heads, tokens // sequences, 132)
-    assert count > 1, "the call is not cut into segments"
-    o, state = run_on_kernels(arguments)
+    with OperatorCalls() as operator:
+        o, state = run_on_kernels(arguments)
+    assert [call["segments"] > 1 for call in operator.calls] == [True], "the call is not cut into segments"
     exact_o, exact_state = run_exactly(cases.judge_arguments(arguments))
     compare.assert_close(o, exact_o, compare.CUDA_FORWARD.o, "o")
     if exact_state is not None:

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fla_kda_backend
 from fla_kda_backend import ops
+from fla_kda_backend.call import Call
+from fla_kda_backend.reference import chunk_kda as chunked_reference
 from fla_kda_backend.reference import recurrent_kda
 
 
@@ -27,11 +30,17 @@ def run_on_kernels(arguments: dict, path: str | None = None) -> tuple[torch.Tens
     """(o, final_state) of our CUDA kernels, in inference. Fails unless the dispatcher says that `path` served it (the
     expected one when None).
 
-    A call that would fall back raises with the reason, instead of having Triton tune for a minute or two.
+    A call that would fall back raises with the reason, instead of having Triton tune for a minute or two. Outputs hold
+    NaN before the kernel writes to them.
     """
     path = path or expected_path()
     served = fla_kda_backend.dispatch_counts()[path]
-    with torch.no_grad(), environment("FLA_KDA_STRICT", "1"), warnings.catch_warnings():
+    with (
+        torch.no_grad(),
+        environment("FLA_KDA_STRICT", "1"),
+        uninitialised_memory_is_nan(),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore", DeprecationWarning)  # callers that use the old name of state_v_first
         result = fla_kda_backend.chunk_kda(**arguments)
     decision = fla_kda_backend.last_dispatch()
@@ -46,6 +55,35 @@ def run_exactly(judge: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
         return recurrent_kda(**judge)
 
 
+def run_exactly_in_chunks(judge: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `run_exactly` returns, to float64's own rounding, for sequences too long to go through token by token.
+
+    This is the chunked reference in float64, which on the CPU is tested against the recurrence for every kind of gate;
+    64 tokens take about as long as one does in the recurrence.
+    """
+    q, k, v = (judge[name].double() for name in ("q", "k", "v"))
+    scale = judge.get("scale")
+    described = judge | {"q": q, "k": k, "v": v, "scale": q.shape[-1] ** -0.5 if scale is None else scale}
+    with torch.no_grad():
+        return chunked_reference(Call(**described), state_dtype=torch.float64)
+
+
+@contextmanager
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    """Memory that PyTorch allocates without writing to it (`torch.empty` and the like) holds NaN.
+
+    PyTorch has this for tests, as a part of its deterministic mode.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory, "somebody has switched the filling off"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
 @contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
     """An environment variable set for a while, for switches that are read at every call."""
@@ -58,6 +96,20 @@ def environment(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+class OperatorCalls(TorchDispatchMode):
+    """Inside, the calls of our compiled operator are kept in `calls`, with their arguments by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[dict] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name() == "fla_kda_backend::chunk_kda_fwd":
+            names = [argument.name for argument in function._schema.arguments]
+            self.calls.append(dict(zip(names, args)) | (kwargs or {}))
+        return function(*args, **(kwargs or {}))
 
 
 @contextmanager
