@@ -5,6 +5,7 @@ tests/kdakit/differential.py says what has to agree; scripts/fuzz.py makes as ma
 
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -34,6 +35,14 @@ def small(**changes) -> dict:
     return {name: value for name, value in (keywords | changes).items() if value is not None}
 
 
+def small_on_a_gpu(**changes) -> dict:
+    """The same of a size and in dtypes that the kernels take."""
+    keywords = {}
+    for name, x in small().items():
+        keywords[name] = replace(x, shape=tuple(128 if n == 4 else n for n in x.shape), dtype="bfloat16")
+    return keywords | changes
+
+
 BORDERS = T((2,), "int64", "values", (0, 2))
 # Calls that were found by fuzzing to mean something else with the plugin: (place, whether the public function, recipe).
 ONCE_WRONG = {
@@ -41,9 +50,22 @@ ONCE_WRONG = {
         "cpu", False, fuzz.Recipe(small(cu_seqlens=BORDERS, cu_seqlens_cpu=[0]))
     ),
     "the same on a GPU": (
-        "pretended", False, fuzz.Recipe(small(cu_seqlens=BORDERS, cu_seqlens_cpu=[0, 2]))
+        "pretended", False, fuzz.Recipe(small_on_a_gpu(cu_seqlens=BORDERS, cu_seqlens_cpu=[0, 2]))
+    ),
+    "a copy of the boundaries without values was read": (
+        "cpu", False, fuzz.Recipe(small(cu_seqlens=BORDERS, cu_seqlens_cpu=replace(BORDERS, device="meta")))
     ),
     "a chunk size of 64.0 was served": ("cpu", False, fuzz.Recipe(small(chunk_size=64.0))),
+    "boundaries without dimensions, beside a state, got an error of ours instead of FLA's": (
+        "cpu", False, fuzz.Recipe(small(cu_seqlens=T((), "int64", "values", (0,)), initial_state=T((1, 1, 4, 4))))
+    ),
+    "intermediate states were served with disable_recompute=0, which FLA does not take for False": (
+        "cpu", False,
+        fuzz.Recipe(small(return_intermediate_states=True, disable_recompute=0), grad_mode="inference"),
+    ),
+    "a flag that is no bool was accepted, and failed in the binding of the operator": (
+        "pretended", False, fuzz.Recipe(small_on_a_gpu(use_qk_l2norm_in_kernel="yes"))
+    ),
     "values of three dimensions got an error of ours where an older FLA has its own": (
         "cpu", False, fuzz.Recipe(small(v=T((1, 2, 1))))
     ),
@@ -110,7 +132,6 @@ def test_calls_that_once_meant_something_else_do_not_any_more(version):
 
 def _planted() -> dict:
     """Ways to break the product: (place, a context manager)."""
-    from dataclasses import replace
     from unittest import mock
 
     import torch

@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 
 import fla_kda_backend
-from fla_kda_backend import dispatch, reference, serve
+from fla_kda_backend import dispatch, ops, reference, serve
 from fla_kda_backend.dispatch import DeviceFacts
 from tests.kdakit import cases, compare, fuzz
 from tests.kdakit.run import environment, expected_path
@@ -180,6 +180,9 @@ def need_not_be_served(a: dict[str, Any]) -> str | None:
         return "sequences on the host alone"
     if not _is_number(a["scale"]) or not (a["lower_bound"] is None or _is_number(a["lower_bound"])):
         return "a number that is none"
+    flags = (a.get(name) for name in fuzz.FLAGS)
+    if not all(flag is None or isinstance(flag, int) for flag in flags):
+        return "a flag that is none"
     if a["surplus"]:
         return f"not honoured: {a['surplus']}"
     if 0 in (B, *a["v"].shape[2:]):
@@ -329,6 +332,12 @@ def _gradients(results: tuple, leaves: dict[str, torch.Tensor]) -> dict[str, tor
     }
 
 
+def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.device.type == "meta":
+        return True
+    return torch.equal(*(x.detach().reshape(-1).view(torch.uint8) for x in (left, right)))
+
+
 def _same_arguments(left: dict[str, Any], right: dict[str, Any]) -> bool:
     if left.keys() != right.keys():
         return False
@@ -395,6 +404,8 @@ class Installed:
         args, kwargs = recipe.build(self.order, self.device)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         before = [x._version for x in tensors]
+        # A kernel that writes to an input leaves no trace but the values.
+        copies = [x.detach().clone() for x in tensors] if self.place == "cuda" else []
         with environment("FLA_KDA_BACKEND", "0"):
             off = observe(self.function, args, kwargs, recipe, self.device)
         if off.error is None and not isinstance(off.value, Reached):
@@ -413,7 +424,8 @@ class Installed:
             return "refused by FLA"
         if asked != 1:
             raise Mismatch(f"the plugin has been asked {asked} times")
-        if [x._version for x in tensors] != before:
+        changed = [x for x, copy in zip(tensors, copies) if not _same_bytes(x, copy)]
+        if changed or [x._version for x in tensors] != before:
             raise Mismatch("an input was written to")
         path = next(path for path in counts if counts[path] != counted[path])
         if public and type(on.error) is RuntimeError and "the installed FLA ignores" in str(on.error):
@@ -565,11 +577,23 @@ def _pretended_kernel(call: Any) -> Any:
     wrong = problems(a, values=False)
     if wrong or not kernels_serve(a) or 0 in call.v.shape[:1] + call.v.shape[2:]:
         raise Mismatch(f"the kernels were given what they cannot take: {wrong}")
+    _bind_to_operator(call)
     if problems(a):
         return UNDEFINED
     o, state, *h = judge(a)
     state = None if state is None else state.float()
     return (o.to(call.q.dtype), state, *(x.to(call.k.dtype) for x in h))
+
+
+def _bind_to_operator(call: Any) -> None:
+    """Fail unless the real operator takes the arguments: for CPU tensors it then says that it is for CUDA alone."""
+    if ops.library() is None:
+        return
+    try:
+        ops.chunk_kda_forward(call, "portable")
+    except NotImplementedError:
+        return
+    raise Mismatch("the operator is expected to run on CUDA alone")
 
 
 # --- many calls -------------------------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ def _short(item: Any, prefix: str = "fuzz.") -> str:
 class Tensor:
     """A tensor that a recipe asks for.
 
-    kind: what it holds; "normal", "unit" (rows of length one), "decay" (log-decays in [-4, 0]), "steep" (log-decays, some
-        of -80), "step" (in [0, 1)), or "values" (those in `values`).
+    kind: what it holds; "normal", "unit" (rows of length one), "decay" (log-decays in [-4, 0]), "steep" (log-decays,
+        some of -80), "step" (in [0, 1)), or "values" (those in `values`).
     layout: "" (contiguous), "transposed" storage, "sliced" out of a wider one, "offset" by one element, "every-other"
         row of a longer one. The values do not depend on it.
     nan_from: rows of dimension 1 from here on are NaN; None for none.
@@ -153,7 +153,7 @@ class Recipe:
         return _short(self)
 
     def build(self, order: dict[str, Any], device: str = "cpu") -> tuple[tuple, dict[str, Any]]:
-        """(args, kwargs). `order` maps the positional parameters to their defaults (`inspect.Parameter.empty` for none).
+        """(args, kwargs). `order` maps the positional parameters to their defaults (those of q to beta do not count).
 
         Equal tensors are made once for each name: no two arguments share memory.
         """
@@ -198,7 +198,7 @@ class Domain:
 
 CPU = Domain(head_dims=(1, 2, 5, 8, 16, 33), dtypes=FLOATS, second_dtypes=("float32", "bfloat16"))
 # What the CUDA kernels serve.
-GPU = Domain(head_dims=(128,), dtypes=("bfloat16",), second_dtypes=("float32", "bfloat16"), lengths=(0, 1, 2, 15, 17, 64, 65))
+GPU = Domain((128,), ("bfloat16",), ("float32", "bfloat16"), lengths=(0, 1, 2, 15, 17, 64, 65))
 # What a GPU can take in one go, around the borders of 16-token tiles, 64-token chunks and segments of sequences.
 LARGE_GPU = replace(GPU, lengths=(1, 7, 16, 63, 64, 65, 127, 200, 500), heads=(1, 2, 3, 4, 8))
 
@@ -338,7 +338,8 @@ def _surplus(recipe: Recipe, random: Random) -> Recipe:
 
 
 def _flag(recipe: Recipe, random: Random) -> Recipe:
-    return _with(recipe, **{random.choice(FLAGS): random.choice((True, True, True, False, 1, 0, None))})
+    values = (True, True, True, True, False, 1, 0, None, "yes", 1.0, Tensor((), "bool", "values", (1,)))
+    return _with(recipe, **{random.choice(FLAGS): random.choice(values)})
 
 
 def _other_size(recipe: Recipe, random: Random) -> Recipe:
@@ -393,17 +394,20 @@ def _other_class(recipe: Recipe, random: Random) -> Recipe:
 
 
 def _both_layout_names(recipe: Recipe, random: Random) -> Recipe:
-    return _with(recipe, state_v_first=random.choice((True, False)), transpose_state_layout=random.choice((True, False)))
+    new, old = random.choice((True, False)), random.choice((True, False))
+    return _with(recipe, state_v_first=new, transpose_state_layout=old)
 
 
 def _strange_cu_seqlens(recipe: Recipe, random: Random) -> Recipe:
     q = recipe.keywords.get("q")
     T = q.shape[1] if isinstance(q, Tensor) and len(q.shape) > 1 else 4
-    borders = random.choice(
-        ((0, T), (0, T, T), (0, 0), (0,), (), (1, T), (-1, T), (0, T, 1), (0, T + 1), (T, 0), (0, 2**31 - 1), (0, T // 2, T))
-    )
+    borders = random.choice((
+        (0, T), (0, T, T), (0, 0), (0,), (), (1, T), (-1, T), (0, T, 1), (0, T + 1), (T, 0), (0, 2**31 - 1),
+        (0, T // 2, T),
+    ))  # fmt: skip
     dtype = random.choice(("int32", "int64", "int64", "int16", "float32", "bool"))
-    shape: tuple = random.choice(((len(borders),), (len(borders),), (len(borders),), (1, len(borders)), (len(borders), 1)))
+    count = len(borders)
+    shape: tuple = random.choice(((count,), (count,), (count,), (1, count), (count, 1)))
     device = random.choice(("", "", "", "meta"))
     value: Any = Tensor(shape, dtype, "values", borders, device=device)
     name = random.choice(("cu_seqlens", "cu_seqlens", "cu_seqlens", "cu_seqlens_cpu"))
@@ -415,12 +419,14 @@ def _strange_chunk_size(recipe: Recipe, random: Random) -> Recipe:
 
 
 def _strange_lower_bound(recipe: Recipe, random: Random) -> Recipe:
-    values = (None, -5.0001, -6, 0, 0.0, 1.0, float("nan"), float("-inf"), "-5", True, Tensor((), kind="values", values=(-5,)))
+    tensor = Tensor((), kind="values", values=(-5,))
+    values = (None, -5.0001, -6, 0, 0.0, 1.0, float("nan"), float("-inf"), "-5", True, tensor)
     return _with(recipe, lower_bound=random.choice(values))
 
 
 def _strange_scale(recipe: Recipe, random: Random) -> Recipe:
-    return _with(recipe, scale=random.choice((0, 0.0, True, "1", float("nan"), Tensor((), kind="values", values=(0.5,)))))
+    tensor = Tensor((), kind="values", values=(0.5,))
+    return _with(recipe, scale=random.choice((0, 0.0, True, "1", float("nan"), tensor)))
 
 
 def _context_parallel(recipe: Recipe, random: Random) -> Recipe:
@@ -435,7 +441,8 @@ def _context_parallel(recipe: Recipe, random: Random) -> Recipe:
 
 
 def _strange_max_num_seqs(recipe: Recipe, random: Random) -> Recipe:
-    return _with(recipe, use_graph=random.choice((True, True, False)), max_num_seqs=random.choice((0, 1, 2, 7, 1.0, "3")))
+    count = random.choice((0, 1, 2, 7, 1.0, "3"))
+    return _with(recipe, use_graph=random.choice((True, True, False)), max_num_seqs=count)
 
 
 def _given_twice(recipe: Recipe, random: Random) -> Recipe:
