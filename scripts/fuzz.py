@@ -2,20 +2,20 @@
 
     python scripts/fuzz.py [--calls 2000] [--seed S] [--json PATH] [--fla VERSION ...] [--place PLACE ...] [--triton 6]
 
-Every call is made through FLA's own `chunk_kda` twice, with the plugin switched off and on (tests/kdakit/differential.py
-says what has to agree). Without a GPU, for every FLA version that `scripts/install_fla_versions.py .fla-versions` has
-installed, or the installed one where there is none: --calls on CPU tensors, on CPU tensors that pass for those of a GPU,
-and of `fla_kda_backend.chunk_kda`. With a GPU, for the installed FLA: --calls on the kernels, whose results are judged
-by the recurrence in float64 with poisoned memory to write to, and --triton calls that are declined, on FLA's real Triton
-kernels with the plugin on and off. These are few: FLA tunes itself for minutes at the first.
+Every call is made through FLA's own `chunk_kda` twice, with the plugin switched off and on; what has to agree is said
+in tests/kdakit/differential.py. Without a GPU, for every FLA version that scripts/install_fla_versions.py has put into
+.fla-versions, or for the installed one where there is none: --calls on CPU tensors, on CPU tensors that pass for those
+of a GPU, and of `fla_kda_backend.chunk_kda`. With a GPU, for the installed FLA: --calls on the kernels, judged by the
+recurrence in float64, into memory that held NaN; and --triton calls that are declined, on FLA's real Triton kernels,
+with the plugin on and off. These are few: FLA tunes itself for minutes at the first.
 
-The seed is printed. A call that fails is made small and printed as Python. --json writes {seed, torch, gpu, calls, failed,
-runs: [{fla, place, calls, outcomes, seconds, failures: [{number, problem, python}]}]}. Exits with 1 when a call failed.
+The seed is printed. A call that fails is made small and printed as Python. --json writes {seed, torch, gpu, calls,
+failed, runs: [{fla, place, calls, outcomes, seconds, failures: [{number, problem, python}]}]}. Exits with 1 when a call
+failed, with 2 where the kernels cannot run although they are asked for.
 """
 
 import argparse
 import json
-import os
 import random
 import sys
 import time
@@ -35,14 +35,6 @@ torch.set_num_threads(1)
 from tests.kdakit import differential
 report(**differential.record({place!r}, {calls}, {seed!r}, first={first}))
 """
-
-
-def versions_here() -> list[str]:
-    """The FLA versions beside which calls can be made in processes of their own."""
-    from tests.kdakit.fla_versions import FLA_VERSIONS
-
-    root = Path(os.environ.get("FLA_KDA_TEST_FLA_DIR") or ROOT / ".fla-versions")
-    return [version for version in FLA_VERSIONS if (root / f"{version}.path").exists()]
 
 
 def run_beside(version: str, place: str, calls: int, seed: str, jobs: int) -> dict:
@@ -84,6 +76,7 @@ def main() -> int:
     print(f"seed {seed}", flush=True)
 
     from tests.conftest import reason_without_kernels
+    from tests.kdakit.fla_versions import installed_versions
 
     on_gpu = reason_without_kernels() is None
     places = options.place or (("cuda",) if on_gpu else CPU_PLACES)
@@ -92,7 +85,7 @@ def main() -> int:
         return 2
     records = []
     cpu_places = [place for place in places if place != "cuda"]
-    versions = [] if not cpu_places else options.fla or versions_here()
+    versions = [] if not cpu_places else options.fla or installed_versions()
     for version in versions:
         for place in cpu_places:
             records.append(run_beside(version, place, options.calls, seed, options.jobs))

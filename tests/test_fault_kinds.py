@@ -27,7 +27,7 @@ KINDS = rows(PAGE)
 
 
 @cache
-def tests_in(file: str) -> frozenset[str]:
+def names_in(file: str) -> frozenset[str]:
     tree = ast.parse((ROOT / file).read_text())
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
@@ -37,7 +37,7 @@ def test_every_test_that_is_named_for_a_kind_exists(kind):
     assert KINDS[kind], "no test is named"
     for file, test in KINDS[kind]:
         assert file.startswith("tests/") and test.startswith("test_")
-        assert test in tests_in(file), f"{file} has no {test}"
+        assert test in names_in(file), f"{file} has no {test}"
 
 
 def test_the_page_is_read_whole():

@@ -4,17 +4,19 @@ tests/kdakit/differential.py says what has to agree; scripts/fuzz.py makes as ma
 """
 
 import json
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from scripts import fuzz as script
 from tests.kdakit import differential, fuzz
 from tests.kdakit.fla_versions import FLA_VERSIONS, run
 
 # Of each version. With the time that imports take, a minute of one core in all.
-CALLS = {"cpu": 120, "pretended": 100, "public": 60}
+CALLS = {"cpu": 100, "pretended": 60, "public": 50}
 SEED = "every time the same"
 # What has to come of random calls at least, lest a generator gone wrong tests nothing.
 OUTCOMES = {
@@ -83,7 +85,9 @@ torch.set_num_threads(1)
 from tests import test_fuzz_dispatch as tests
 from tests.kdakit import differential
 report(**{{place: differential.record(place, calls, {seed!r}) for place, calls in {calls!r}.items()}})
-report(once_wrong=tests.problems_with_once_wrong(), planted=tests.find_planted_faults() if {planted} else None)
+report(once_wrong=tests.problems_with_once_wrong())
+if {planted}:
+    report(planted=tests.find_planted_faults(), failure=tests.program_of_a_failure())
 """
 
 
@@ -188,6 +192,19 @@ def _planted() -> dict:
     }
 
 
+def program_of_a_failure() -> dict[str, str]:
+    """A planted fault's failure made small, the program that is printed for it, and what that program ends in."""
+    with _planted()["a scale of one"][1]:
+        _, failures = differential.run("cpu", CALLS_PER_FAULT, 6, most_failures=1)
+        program = differential.as_python(failures[0])
+        try:
+            exec(program, {})
+            ending = "nothing"
+        except differential.Mismatch as mismatch:
+            ending = str(mismatch)
+    return dict(problem=failures[0].problem, program=program, ending=ending)
+
+
 # Calls within which each planted fault has to be found.
 CALLS_PER_FAULT = 2000
 
@@ -205,3 +222,41 @@ def find_planted_faults() -> dict[str, str | None]:
 def test_random_calls_find_faults_that_are_planted():
     planted = _started()["0.6.0"].result()["planted"]
     assert len(planted) > 10 and not [name for name, problem in planted.items() if problem is None], planted
+
+
+def test_a_failure_is_printed_as_a_small_program_that_fails_again():
+    failure = _started()["0.6.0"].result()["failure"]
+    assert failure["ending"] == failure["problem"] and failure["problem"].startswith("o: error")
+    # The five inputs of a plain call, and nothing else.
+    assert failure["program"].count("fuzz.Tensor(") == 5 and "scale" not in failure["program"]
+
+
+# --- the script -------------------------------------------------------------------------------------------------------
+
+
+def run_script(monkeypatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["fuzz.py", *arguments])
+    return script.main()
+
+
+def test_the_script_prints_its_seed_and_records_what_came_of_the_calls(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "results" / "fuzz.json"
+    arguments = ("--calls", "30", "--seed", "7", "--fla", "0.6.0", "--place", "cpu", "--json", str(path))
+    assert run_script(monkeypatch, *arguments) == 0
+    assert capsys.readouterr().out.startswith("seed 7\n")
+    record = json.loads(path.read_text())
+    (entry,) = record["runs"]
+    assert record["seed"] == "7" and record["failed"] == 0 and record["calls"] == 30
+    assert entry["fla"] == "0.6.0" and entry["place"] == "cpu" and sum(entry["outcomes"].values()) == 30
+
+
+def test_the_script_shows_failures_and_exits_with_one(monkeypatch, capsys):
+    def failing(version, place, calls, seed, jobs):
+        failure = dict(number=4, problem="something else", python="print(1)")
+        outcomes = dict(failed=1, served=4)
+        return dict(place=place, fla=version, calls=5, outcomes=outcomes, seconds=0.1, failures=[failure])
+
+    monkeypatch.setattr(script, "run_beside", failing)
+    assert run_script(monkeypatch, "--seed", "7", "--fla", "0.6.0", "--place", "public") == 1
+    out = capsys.readouterr().out
+    assert "call 4: something else\nprint(1)" in out and "5 calls, 1 failed, seed 7" in out
