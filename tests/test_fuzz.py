@@ -51,7 +51,10 @@ def test_the_layout_of_a_tensor_does_not_change_its_values(layout, shape):
 
 
 def test_every_mishap_changes_something():
-    recipe = fuzz.generate(Random(0), fuzz.CPU, mishaps=False)
+    shape = (1, 4, 2, 8)
+    keywords = dict.fromkeys(("q", "k", "v", "g"), fuzz.Tensor(shape)) | dict(beta=fuzz.Tensor(shape[:3]))
+    keywords |= dict(cu_seqlens=fuzz.Tensor((3,), "int64", "values", (0, 2, 4)), A_log=fuzz.Tensor((2,)))
+    recipe = fuzz.Recipe(keywords)
     for mishap in set(fuzz.MISHAPS):
         changed = {repr(mishap(recipe, Random(seed))) for seed in range(10)} - {repr(recipe)}
         assert changed, mishap.__name__

@@ -195,7 +195,7 @@ def _planted() -> dict:
 def program_of_a_failure() -> dict[str, str]:
     """A planted fault's failure made small, the program that is printed for it, and what that program ends in."""
     with _planted()["a scale of one"][1]:
-        _, failures = differential.run("cpu", CALLS_PER_FAULT, 6, most_failures=1)
+        _, failures = differential.run("cpu", CALLS_PER_FAULT, SEED_OF_FAULTS, most_failures=1)
         program = differential.as_python(failures[0])
         try:
             exec(program, {})
@@ -205,8 +205,8 @@ def program_of_a_failure() -> dict[str, str]:
     return dict(problem=failures[0].problem, program=program, ending=ending)
 
 
-# Calls within which each planted fault has to be found.
-CALLS_PER_FAULT = 2000
+# Calls within which each planted fault has to be found. With this seed each is found within 150.
+CALLS_PER_FAULT, SEED_OF_FAULTS = 2000, 10
 
 
 def find_planted_faults() -> dict[str, str | None]:
@@ -214,7 +214,7 @@ def find_planted_faults() -> dict[str, str | None]:
     found = {}
     for name, (place, fault) in _planted().items():
         with fault:
-            _, failures = differential.run(place, CALLS_PER_FAULT, 5, most_failures=1, make_small=False)
+            _, failures = differential.run(place, CALLS_PER_FAULT, SEED_OF_FAULTS, most_failures=1, make_small=False)
         found[name] = failures[0].problem if failures else None
     return found
 

@@ -414,6 +414,26 @@ def _strange_cu_seqlens(recipe: Recipe, random: Random) -> Recipe:
     return _with(recipe, **{name: random.choice((value, value, value, list(borders)))})
 
 
+def _lying_cu_seqlens(recipe: Recipe, random: Random) -> Recipe:
+    """Boundaries of a right shape and dtype that are not those of any sequences."""
+    given, q = recipe.keywords.get("cu_seqlens"), recipe.keywords.get("q")
+    if not isinstance(given, Tensor) or not isinstance(q, Tensor) or len(q.shape) < 2 or len(given.values) < 2:
+        return recipe
+    values, at = list(given.values), random.randrange(len(given.values))
+    values[at] = random.choice((-1, 1, q.shape[1] + 1, 10**6, values[at] + 1, values[at - 1]))
+    return _with(recipe, cu_seqlens=replace(given, values=tuple(values)))
+
+
+def _gate_parameter_size(recipe: Recipe, random: Random) -> Recipe:
+    names = [name for name in ("A_log", "dt_bias") if isinstance(recipe.keywords.get(name), Tensor)]
+    if not names:
+        return recipe
+    name = random.choice(names)
+    tensor = recipe.keywords[name]
+    other = (max(1, tensor.shape[0] // 2), tensor.shape[0] + 1, 2 * tensor.shape[0], 1)
+    return _with(recipe, **{name: replace(tensor, shape=(random.choice(other), *tensor.shape[1:]))})
+
+
 def _strange_chunk_size(recipe: Recipe, random: Random) -> Recipe:
     return _with(recipe, chunk_size=random.choice((0, 16, 31, 32, 128, 64.0, "64", None, True)))
 
@@ -456,8 +476,8 @@ def _too_many(recipe: Recipe, random: Random) -> Recipe:
 MISHAPS: tuple[Callable[[Recipe, Random], Recipe], ...] = (
     _dropped, _dropped, _other_value, _surplus, _flag, _flag, _other_size, _other_size, _other_size, _large_key_dim,
     _other_dtype, _other_dtype, _other_device, _other_class, _both_layout_names, _strange_cu_seqlens,
-    _strange_cu_seqlens, _strange_chunk_size, _strange_lower_bound, _strange_scale, _context_parallel,
-    _strange_max_num_seqs, _given_twice, _too_many,
+    _strange_cu_seqlens, _lying_cu_seqlens, _gate_parameter_size, _strange_chunk_size, _strange_lower_bound,
+    _strange_scale, _context_parallel, _strange_max_num_seqs, _given_twice, _too_many,
 )  # fmt: skip
 
 
