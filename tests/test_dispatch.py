@@ -248,7 +248,7 @@ MALFORMED = {
         "cu_seqlens has 2 dimensions",
     ),
     "cu_seqlens 0-D": (
-        lambda d: packed_on(d, cu_seqlens=zeros(device=d, dtype=torch.int32)),
+        lambda d: packed_on(d, cu_seqlens=zeros(device=d, dtype=torch.int32), initial_state=None),
         "cu_seqlens has 0 dimensions",
     ),
     "cu_seqlens empty": (

@@ -70,3 +70,24 @@ def test_a_prompt_in_parts_with_the_state_carried_agrees_with_one_call(name, gat
     if all(border % KERNEL_CHUNK == 0 for border in borders):  # the same chunks, and a state carried in fp32
         assert same_bits(split_o, whole_o), "o in parts differs from o of one call"
         assert same_bits(state, whole_state), "final_state in parts differs from that of one call"
+
+
+@pytest.mark.parametrize("name", ["1-kimi-linear", "3-kimi-k3"])
+def test_a_prompt_of_32768_tokens_in_four_parts_agrees_with_one_call(name):
+    case = cases.Case(cases.caller(name), "dense", "long-memory")
+    arguments = cases.build(case, tokens=32768, heads=1, device=DEVICE, seed=13).arguments
+    whole_o, whole_state = run_on_kernels(arguments)
+
+    parts, state = [], arguments.get("initial_state")
+    for start in range(0, 32768, 8192):
+        part = dict(arguments, initial_state=state)
+        for tensor in ("q", "k", "v", "g", "beta"):
+            part[tensor] = arguments[tensor][:, start : start + 8192]
+        o, state = run_on_kernels(part)
+        parts.append(o)
+
+    exact_o, exact_state = run_exactly(cases.judge_arguments(arguments))
+    for what, o, final in (("one call", whole_o, whole_state), ("four parts", torch.cat(parts, dim=1), state)):
+        compare.assert_close(o, exact_o, compare.CUDA_FORWARD.o, f"o of {what}")
+        compare.assert_close(o[:, -1024:], exact_o[:, -1024:], compare.CUDA_FORWARD.o, f"the last rows of {what}")
+        compare.assert_close(final, exact_state, compare.CUDA_FORWARD.state, f"final_state of {what}")

@@ -19,7 +19,7 @@ import pytest
 
 from scripts.install_fla_versions import FLA_VERSIONS
 
-__all__ = ["FLA_VERSIONS", "run", "run_with"]
+__all__ = ["FLA_VERSIONS", "installed_versions", "run", "run_with"]
 
 ROOT = Path(__file__).parents[2]
 # Importing torch, Triton and FLA takes seconds on an idle core, and several times that on a busy one.
@@ -34,9 +34,18 @@ def report(**facts):
 """
 
 
+def installed_versions() -> list[str]:
+    """Those of `FLA_VERSIONS` that `run` finds."""
+    return [version for version in FLA_VERSIONS if (_root() / f"{version}.path").exists()]
+
+
+def _root() -> Path:
+    return Path(os.environ.get("FLA_KDA_TEST_FLA_DIR") or ROOT / ".fla-versions")
+
+
 def folders(version: str) -> list[Path]:
     """What has to come first on the path for this version; skips the test when it is not installed."""
-    root = Path(os.environ.get("FLA_KDA_TEST_FLA_DIR") or ROOT / ".fla-versions")
+    root = _root()
     listing = root / f"{version}.path"
     if not listing.exists():
         pytest.skip(f"FLA {version} is not in {root}: run scripts/install_fla_versions.py")
