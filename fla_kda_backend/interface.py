@@ -140,7 +140,7 @@ def status() -> dict[str, Any]:
         "version": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "fla": _fla_version(),
+        "fla": fla_version(),
         "registration": None if registered is None else registered.way,
         "decodes": registered is not None and registered.decodes,
         "library": None if library is None else {name: getattr(library, name) for name in LIBRARY_FACTS},
@@ -152,7 +152,8 @@ def status() -> dict[str, Any]:
 LIBRARY_FACTS = ("path", "archs", "cuda", "torch")
 
 
-def _fla_version() -> str | None:
+def fla_version() -> str | None:
+    """The version of the FLA that is imported, else of the one that is installed, None without."""
     imported = getattr(sys.modules.get("fla"), "__version__", None)
     if imported is not None:
         return imported
