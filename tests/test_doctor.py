@@ -24,6 +24,7 @@ from fla_kda_backend.doctor import findings, steps
 from fla_kda_backend.doctor.page import page
 from fla_kda_backend.doctor.process import Worker
 from tests.kdakit.fla_versions import entry_point_folder
+from tests.kdakit.fla_versions import folders as fla_folders
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_SECONDS = 300
@@ -542,6 +543,16 @@ def test_a_machine_without_gpu_and_kernels_is_healthy_on_its_cpu_path(package):
     assert any("no NVIDIA GPU" in finding["what"] for finding in report["findings"])
     assert any("without compiled kernels" in finding["what"] for finding in report["findings"])
     assert "healthy, without a GPU" in page(report)
+
+
+@pytest.mark.parametrize(
+    "version, way, registries",
+    [("0.4.2", "attribute", []), ("0.5.0", "fla.ops.backends", ["fla.ops.backends"])],
+)
+def test_older_versions_of_fla_are_told_apart(package, version, way, registries):
+    _, report = examine(package, *fla_folders(version))
+    assert report["fla"]["version"] == version and statuses(report) == BOTH_OK
+    assert (report["fla"]["way"], report["fla"]["registries"]) == (way, registries)
 
 
 def test_a_broken_library_is_a_problem_and_the_cpu_path_still_works(package, tmp_path):

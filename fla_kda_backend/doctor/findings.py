@@ -55,10 +55,11 @@ def _torch(report: dict[str, Any]) -> list[Finding]:
         findings.append(note("this torch is for AMD GPUs, the kernels are for NVIDIA's: GPU calls stay on Triton"))
     if not torch["loads_this_package"]:
         if report["environment"].get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-            cause = "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading this package"
+            cause, mend = "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading this package", "unset it"
         else:
             cause = "torch does not load this package by itself: no installed package declares it to torch"
-        findings.append(note(cause, "`import fla_kda_backend` before the model, or install with pip and unset it"))
+            mend = "install it with pip"
+        findings.append(note(cause, f"{mend}, or `import fla_kda_backend` before the model"))
     return findings
 
 

@@ -88,7 +88,7 @@ def _dispatch(fla: dict[str, Any]) -> str:
     if fla["way"] is None:
         return "unknown"
     if fla["registries"]:
-        return f"dead: {', '.join(fla['registries'])} is there, but chunk_kda does not ask it with this torch"
+        return f"dead: {', '.join(fla['registries'])} is there, but chunk_kda does not ask it"
     return "none in this version"
 
 

@@ -31,6 +31,8 @@ TRITON_BOUND = 1e-2
 
 TOKENS, HEADS, HEAD_DIM = 203, 2, 128  # the tail of 203 tokens fills no chunk of any kernel
 KDA_MODULE = "fla.ops.kda"
+# FLA's ways of dispatching `chunk_kda`, and the modules without which they do not exist.
+REGISTRIES = {"fla.backends": ("fla.backends",), "fla.ops.backends": ("fla.ops.backends", "fla.ops.kda.backends")}
 
 _loaded_by_torch = False
 
@@ -136,7 +138,7 @@ def library_facts() -> dict[str, Any]:
 def fla_facts() -> dict[str, Any]:
     """Which FLA is installed, whether its KDA can be imported, and how we are registered with it.
 
-    `registries` are FLA's dispatch modules that exist, `way` the one that `chunk_kda` was found to ask, "attribute"
+    `registries` are FLA's dispatch modules that have a registry for KDA, `way` the one that `chunk_kda` was found to ask, "attribute"
     when it asks none and we stand in for it, or None when we are not registered, which `error` explains.
     """
     from fla_kda_backend import registration, switches
@@ -151,7 +153,7 @@ def fla_facts() -> dict[str, Any]:
     if not facts["installed"]:
         return facts
     try:
-        importlib.import_module(KDA_MODULE)
+        kda = importlib.import_module(KDA_MODULE)
     except ModuleNotFoundError as problem:
         facts["error"] = describe(problem)
         # The package itself is missing, not something that it needs.
@@ -161,8 +163,8 @@ def fla_facts() -> dict[str, Any]:
     except Exception as problem:
         return facts | {"error": describe(problem), "has_kda": True}
     facts |= {"version": fla_version(), "has_kda": True}
-    names = ("fla.backends", "fla.ops.backends")
-    facts["registries"] = [name for name in names if _exists(name)]
+    folder = Path(kda.__file__).parents[2]
+    facts["registries"] = [name for name, needed in REGISTRIES.items() if all(_is_in(folder, x) for x in needed)]
     facts["disabled"] = switches.fla_dispatch_is_off()
     registered = registration.current()
     if registered is None and not facts["disabled"] and not switches.backend_is_off():
@@ -176,11 +178,13 @@ def fla_facts() -> dict[str, Any]:
     return facts
 
 
-def _exists(module: str) -> bool:
+def _is_in(folder: Path, module: str) -> bool:
+    """Whether a module exists below this folder; FLA's namespace may reach into other installations, too."""
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return False
+    return spec is not None and spec.origin is not None and Path(spec.origin).is_relative_to(folder)
 
 
 # --- Probes -----------------------------------------------------------------------------------------------------------
