@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 from copy import deepcopy
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from fla_kda_backend import dispatch, doctor, ops, serve
 from fla_kda_backend.doctor import findings, steps
 from fla_kda_backend.doctor.page import page
 from fla_kda_backend.doctor.process import Worker
-from tests.kdakit.fla_versions import entry_point_folder
+from tests.kdakit.fla_versions import FLA_VERSIONS, entry_point_folder
 from tests.kdakit.fla_versions import folders as fla_folders
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -300,6 +300,12 @@ def test_a_build_without_kernels_is_told_from_a_library_that_does_not_load(monke
     assert not ops._load.__wrapped__()[1].startswith(findings.NO_KERNELS)
 
 
+def test_the_versions_that_are_called_tested_are_those_of_the_tests():
+    assert findings.OLDEST_FLA == findings.numbers(FLA_VERSIONS[0])
+    assert findings.NEWEST_FLA == findings.numbers(FLA_VERSIONS[-1])[:2]
+    assert findings.numbers("2.13.0+cpu") == (2, 13, 0) and findings.numbers("main") == ()
+
+
 def as_examined(report: dict) -> dict:
     found = [dict(kind=f.kind, what=f.what, next_step=f.next_step) for f in findings.find(report)]
     return report | dict(findings=found, healthy=not any(f["kind"] == "problem" for f in found))
@@ -313,6 +319,30 @@ def test_the_page_of_any_machine_shows_every_finding_and_step(case):
         assert finding["what"] in text and finding["next_step"] in text
     assert text.splitlines()[-1].startswith("healthy" if report["healthy"] else "not healthy")
     assert len(text.splitlines()) <= 60
+
+
+STEPS = ("gpu", "library", "fla")
+
+
+@pytest.mark.parametrize("dead", [some for count in (1, 2, 3) for some in combinations(STEPS, count)], ids=str)
+@pytest.mark.parametrize("machine", [H200, without_gpu()], ids=["H200", "no GPU"])
+def test_steps_without_an_answer_are_problems_of_a_page_all_the_same(machine, dead):
+    died = gave_no_facts("the process was killed by SIGSEGV")
+    report = changed(machine, dict.fromkeys(dead, died))
+    report["probes"] = [
+        doctor._run(_DeadWorker(), report, *probe) for probe in doctor._plan(report, with_triton=False)
+    ]
+    report = as_examined(report)
+    text = page(report)
+    assert not report["healthy"] and text.count("killed by SIGSEGV") >= 2 * len(dead)
+    json.dumps(report, allow_nan=False)
+
+
+class _DeadWorker(Worker):
+    """Every step kills its process."""
+
+    def ask(self, step, seconds, **arguments):
+        return gave_no_facts("the process was killed by SIGSEGV")
 
 
 def test_the_page_of_a_gpu_machine():

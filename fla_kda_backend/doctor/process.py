@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -84,7 +85,8 @@ class Worker:
         process, self._process = self._process, None
         if process is None:
             return
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the compilers that Triton may have started
         process.wait()
         with contextlib.suppress(OSError):
             process.stdin.close()
@@ -100,6 +102,7 @@ class Worker:
             stderr=self._stderr,
             text=True,
             env=self._environment,
+            start_new_session=True,
         )
         self._answers = queue.Queue()
         threading.Thread(target=_read, args=(self._process.stdout, self._answers), daemon=True).start()

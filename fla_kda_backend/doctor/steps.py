@@ -138,8 +138,9 @@ def library_facts() -> dict[str, Any]:
 def fla_facts() -> dict[str, Any]:
     """Which FLA is installed, whether its KDA can be imported, and how we are registered with it.
 
-    `registries` are FLA's dispatch modules that have a registry for KDA, `way` the one that `chunk_kda` was found to ask, "attribute"
-    when it asks none and we stand in for it, or None when we are not registered, which `error` explains.
+    `registries` are FLA's dispatch modules that have a registry for KDA, `way` the one that `chunk_kda` was found to
+    ask, "attribute" when it asks none and we stand in for it, or None when we are not registered, which `error`
+    explains.
     """
     from fla_kda_backend import registration, switches
     from fla_kda_backend.interface import fla_version
