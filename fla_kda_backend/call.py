@@ -187,7 +187,7 @@ class Signature:
             A_log, dt_bias = get("A_log"), get("dt_bias")
             if A_log is None and not self.optional_A_log:
                 raise NotBindable("this FLA version needs A_log with use_gate_in_kernel", refused="A_log" not in given)
-        if not self.grouped_values and _rows(v) != _rows(q):
+        if not self.grouped_values and (_rows(v) != _rows(q) or len(getattr(v, "shape", ())) != 4):
             sizes = f"v has [B, T, HV] = {_rows(v)}, q has [B, T, H] = {_rows(q)}"
             raise NotBindable(f"this FLA version has no GVA: {sizes}", refused=True)
         draft = _Draft(

@@ -43,6 +43,10 @@ HOPPER_ARCH = "90a"
 MAX_SEQUENCES_TIMES_HEADS = 2**31 - 1024
 FLA_MAX_KEY_DIM = 256
 FLA_CHUNK_SIZES = (32, 64)
+FLAGS = (
+    "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval", "safe_gate", "disable_recompute", "return_intermediate_states", "state_v_first", "use_graph",
+)  # fmt: skip
 SAFE_GATE_BOUND = -5.0
 
 
@@ -142,6 +146,7 @@ def library_for(capability: tuple[int, int]) -> tuple[str | None, str]:
 def inputs_are_tensors(call: Call, dims: None) -> str | None:
     T = torch.Tensor
     state, cu_seqlens, A_log, dt_bias = call.initial_state, call.cu_seqlens, call.A_log, call.dt_bias
+    on_host = call.cu_seqlens_cpu
     if (
         isinstance(call.q, T)
         and isinstance(call.k, T)
@@ -150,11 +155,14 @@ def inputs_are_tensors(call: Call, dims: None) -> str | None:
         and isinstance(call.beta, T)
         and (state is None or isinstance(state, T))
         and (cu_seqlens is None or isinstance(cu_seqlens, T))
+        and (on_host is None or isinstance(on_host, T))
         and (A_log is None or isinstance(A_log, T))
         and (dt_bias is None or isinstance(dt_bias, T))
     ):
         return None
-    required, optional = ("q", "k", "v", "g", "beta"), ("initial_state", "cu_seqlens", "A_log", "dt_bias")
+    required, optional = ("q", "k", "v", "g", "beta"), (
+        "initial_state", "cu_seqlens", "cu_seqlens_cpu", "A_log", "dt_bias",
+    )  # fmt: skip
     values = [(name, getattr(call, name)) for name in required + optional]
     wrong = [name for name, x in values if not isinstance(x, T) and (x is not None or name in required)]
     return f"{', '.join(wrong)}: not a tensor"
@@ -165,6 +173,16 @@ def numbers_are_numbers(call: Call, dims: None) -> str | None:
         return f"scale is a {type(call.scale).__name__}, not a number"
     if call.lower_bound is not None and not isinstance(call.lower_bound, (float, int)):
         return f"lower_bound is a {type(call.lower_bound).__name__}, not a number"
+    if call.chunk_size in FLA_CHUNK_SIZES and type(call.chunk_size) is not int:
+        return f"chunk_size is a {type(call.chunk_size).__name__}, not an integer"
+
+
+def flags_are_flags(call: Call, dims: None) -> str | None:
+    """True, False, or the 1, 0 and None that stand for them: an operator takes nothing else for a bool."""
+    for name in FLAGS:
+        value = getattr(call, name)
+        if value is not True and value is not False and value is not None and type(value) is not int:
+            return f"{name} is a {type(value).__name__}, not a bool"
 
 
 def unknown_keywords(call: Call, dims: None) -> str | None:
@@ -194,7 +212,9 @@ def fla_varlen(call: Call, dims: Dims) -> str | None:
     if dims.B != 1:
         return f"cu_seqlens needs a batch size of 1, got {dims.B}"
     state, borders = call.initial_state, cu_seqlens.shape[:1]
-    if state is not None and borders and state.shape[:1] != (borders[0] - 1,):
+    if state is not None and not borders:
+        return "cu_seqlens has 0 dimensions, and with initial_state its length is needed"
+    if state is not None and state.shape[:1] != (borders[0] - 1,):
         return f"initial_state has shape {_shape(state)}, its first size must be that of {borders[0] - 1} sequences"
 
 
@@ -253,7 +273,7 @@ def fla_intermediate_states(call: Call, dims: Dims) -> str | None:
         return None
     if not torch.is_inference_mode_enabled():
         return "return_intermediate_states is only allowed in inference mode"
-    if call.disable_recompute:
+    if call.disable_recompute is not False:
         return "return_intermediate_states must be used with disable_recompute=False"
 
 
@@ -292,7 +312,7 @@ def sequences_are_well_formed(call: Call, dims: Dims) -> str | None:
     if cu_seqlens.device != call.q.device:
         return f"cu_seqlens is on {cu_seqlens.device}, q is on {call.q.device}"
     on_host = call.cu_seqlens_cpu
-    if on_host is not None and getattr(on_host, "shape", None) != shape:
+    if on_host is not None and on_host.shape != shape:
         return f"cu_seqlens_cpu and cu_seqlens differ in shape, {_shape(on_host)} and {_shape(cu_seqlens)}"
 
 
@@ -353,7 +373,10 @@ def cpu_sequence_values(call: Call, dims: Dims) -> str | None:
             return f"cu_seqlens decreases from {start} to {end} at entry {index + 1}"
     if borders[-1] > T:
         return f"cu_seqlens ends at {borders[-1]}, beyond T={T}"
-    if call.cu_seqlens_cpu is not None and call.cu_seqlens_cpu.tolist() != borders:
+    on_host = call.cu_seqlens_cpu
+    if on_host is not None and on_host.device.type != "cpu":
+        return f"cu_seqlens_cpu is on {on_host.device}"
+    if on_host is not None and on_host.tolist() != borders:
         return "cu_seqlens_cpu and cu_seqlens differ in their values"
 
 
@@ -424,7 +447,7 @@ def cuda_results(call: Call, dims: Dims) -> str | None:
         return "return_intermediate_states is not supported on CUDA yet"
 
 
-READABLE = (inputs_are_tensors, numbers_are_numbers, unknown_keywords)
+READABLE = (inputs_are_tensors, numbers_are_numbers, flags_are_flags, unknown_keywords)
 CUDA_DOES_NOT = (
     cuda_gradients,
     cuda_plain_tensors,

@@ -146,6 +146,8 @@ def _call_fla(arguments: dict[str, Any], reason: str) -> tuple:
     honoured = Signature.of(fla_chunk_kda).honoured
     # What is not asked for need not be passed: an older FLA has no parameter for it.
     asked = {name: x for name, x in arguments.items() if name in REQUIRED or x is not DEFAULTS.get(name, arguments)}
+    if "transpose_state_layout" in arguments and "state_v_first" in honoured:  # there it warns or is refused, even False
+        asked["transpose_state_layout"] = arguments["transpose_state_layout"]
     if "state_v_first" in asked and "state_v_first" not in honoured:
         asked.setdefault("transpose_state_layout", asked.pop("state_v_first"))
     ignored = sorted(asked.keys() - honoured)
@@ -173,7 +175,7 @@ def status() -> dict[str, Any]:
         "version": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "fla": _fla_version(),
+        "fla": fla_version(),
         "registration": None if registered is None else registered.way,
         "decodes": registered is not None and registered.decodes,
         "library": None if library is None else {name: getattr(library, name) for name in LIBRARY_FACTS},
@@ -185,7 +187,8 @@ def status() -> dict[str, Any]:
 LIBRARY_FACTS = ("path", "archs", "cuda", "torch")
 
 
-def _fla_version() -> str | None:
+def fla_version() -> str | None:
+    """The version of the FLA that is imported, else of the one that is installed, None without."""
     imported = getattr(sys.modules.get("fla"), "__version__", None)
     if imported is not None:
         return imported

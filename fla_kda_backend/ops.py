@@ -35,6 +35,19 @@ class LibraryInfo:
     torch: str
 
 
+def _is_cut_short(library: Path) -> bool:
+    """Whether the ELF file ends before the section headers that its header announces: loading it would kill the process."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or header[:5] != b"\x7fELF\x02":
+        return False
+
+    def number(start: int, end: int) -> int:
+        return int.from_bytes(header[start:end], "little")
+
+    return library.stat().st_size < number(40, 48) + number(58, 60) * number(60, 62)
+
+
 @cache
 def _load() -> tuple[LibraryInfo | None, str | None]:
     candidates = sorted(_LIBRARY_FOLDER.glob("*.so"))
@@ -43,6 +56,8 @@ def _load() -> tuple[LibraryInfo | None, str | None]:
         reason = note.read_text().strip() if note.exists() else "nothing was built"
         return None, f"the package was installed without compiled kernels: {reason}"
     path = str(candidates[0])
+    if _is_cut_short(candidates[0]):
+        return None, "the compiled library is damaged: its end is missing"
     try:
         torch.ops.load_library(path)
         info = json.loads(torch.ops.fla_kda_backend.build_info())

@@ -240,7 +240,7 @@ def compile_commands(plan: Plan) -> list[tuple[Path, Path, list[str]]]:
     if os.environ.get("CXX"):
         common += ["-ccbin", os.environ["CXX"]]
     common += shlex.split(os.environ.get("FLA_KDA_NVCC_FLAGS", ""))
-    device = ["-Xptxas=-v", "--compress-mode=size" if toolkit.release >= (12, 8) else "-Xfatbin=-compress-all"]
+    device = ["-Xptxas=-v", compression(toolkit)]
     commands = []
     for source in sources():
         relative = source.relative_to(CSRC)
@@ -255,6 +255,15 @@ def compile_commands(plan: Plan) -> list[tuple[Path, Path, list[str]]]:
             command += device + gencode(archs)
         commands.append((source, folder / relative.with_name(relative.name + ".o"), command))
     return commands
+
+
+def compression(toolkit: Toolkit) -> str:
+    """The flag that makes the library small: the cubins of all architectures are compressed.
+
+    nvcc knows the denser mode since 12.8, but what it compresses needs a driver of CUDA 12.4 or newer, which a library
+    built with CUDA 12 otherwise does not. With CUDA 13 every driver is newer.
+    """
+    return "--compress-mode=size" if toolkit.release >= (13, 0) else "-Xfatbin=-compress-all"
 
 
 def gencode(archs) -> list[str]:

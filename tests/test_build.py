@@ -17,10 +17,12 @@ from fla_kda_backend import __version__, ops
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import build_kernels as kernels  # noqa: E402
+import build_wheel  # noqa: E402
 
 NO_CUDA = {"CUDA_HOME": "/nonexistent"}
-FOLDERS = ("csrc", "fla_kda_backend", "scripts", "tests")
-PACKAGED = (*FOLDERS, "setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md")
+FOLDERS = ("csrc", "docs", "fla_kda_backend", "scripts", "tests")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+PACKAGED = (*FOLDERS, *PAGES, "setup.py", "pyproject.toml", "MANIFEST.in")
 
 
 def run(command: list, cwd: Path, **environment) -> subprocess.CompletedProcess:
@@ -245,6 +247,51 @@ def test_without_nvcc_the_package_is_built_without_kernels_and_says_so(checkout,
     assert nothing == "None" and "without" in reason
 
 
+BROKEN_LIBRARIES = """
+import shutil, sys, tempfile
+from pathlib import Path
+import torch
+from fla_kda_backend import chunk_kda, dispatch, log, ops
+from fla_kda_backend.call import Signature
+from fla_kda_backend.serve import Server
+
+(foreign,) = sys.argv[1:]
+contents = {"missing": None, "empty": b"", "garbage": b"not a library", "no library inside": b"\\x7fELF" * 99}
+contents["another library"] = Path(foreign).read_bytes()
+contents["half a library"] = contents["another library"][: len(contents["another library"]) // 2]
+dispatch.device_facts = lambda device: dispatch.DeviceFacts("cuda", (9, 0))
+bf16 = torch.zeros(1, 4, 1, 128, dtype=torch.bfloat16, device="meta")
+call = dict(q=bf16, k=bf16, v=bf16, g=bf16, beta=bf16[..., 0])
+for name, content in contents.items():
+    ops._LIBRARY_FOLDER = Path(tempfile.mkdtemp())
+    if content is not None:
+        (ops._LIBRARY_FOLDER / "libfla_kda.so").write_bytes(content)
+    ops._load.cache_clear()
+    dispatch.library_for.cache_clear()
+    log.reset()
+    print(name, Server(Signature.of(chunk_kda)).call_or(lambda reason: "left to FLA", (), call), sep=": ")
+    shutil.rmtree(ops._LIBRARY_FOLDER)
+"""
+
+
+def test_a_library_that_is_missing_or_broken_is_a_logged_fallback():
+    foreign = subprocess.run(
+        [sys.executable, "-c", "import _json; print(_json.__file__)"], capture_output=True, text=True
+    ).stdout.strip()
+    if not foreign.endswith(".so"):
+        pytest.skip("this Python has no library of its own to take for a foreign one")
+    done = run([sys.executable, "-c", BROKEN_LIBRARIES, foreign], ROOT, FLA_KDA_LOG="1", FLA_KDA_STRICT="0")
+
+    assert done.returncode == 0, done.stderr
+    served = done.stdout.splitlines()
+    assert len(served) == 6 and all(line.endswith(": left to FLA") for line in served)
+    reason = "[fla_kda_backend] chunk_kda -> Triton: no kernels are loaded: the "
+    missing, *broken, damaged = [line.removeprefix(reason) for line in done.stderr.splitlines() if line.startswith(reason)]
+    assert missing.startswith("package was installed without compiled kernels")
+    assert damaged.startswith("compiled library is damaged: its end is missing")
+    assert len(broken) == 4 and all(line.startswith("compiled library does not load: ") for line in broken)
+
+
 def entry_points(folder: Path) -> str:
     (metadata,) = folder.glob("*.dist-info/entry_points.txt")
     section = metadata.read_text().partition("[torch.backends]")[2]
@@ -284,23 +331,45 @@ def test_the_source_archive_builds_without_git(checkout, tmp_path):
 
 def test_the_wheel_holds_the_library_and_fits_every_python(library, toolkit, tmp_path):
     # The objects of the library are still there: this only links.
-    done = run(
-        [sys.executable, "setup.py", "bdist_wheel", "-d", tmp_path / "wheels", "--bdist-dir", tmp_path / "bdist"],
-        ROOT,
-        FLA_KDA_CUDA_ARCHS=",".join(library.archs),
-    )
+    script, archs = ROOT / "scripts" / "build_wheel.py", ",".join(library.archs)
+    done = run([sys.executable, script, "--archs", archs, "--output", tmp_path, "--try-with", sys.executable], ROOT)
 
     assert done.returncode == 0, done.stderr
-    (wheel,) = (tmp_path / "wheels").iterdir()
+    (wheel,) = tmp_path.iterdir()
     assert re.fullmatch(rf"fla_kda_backend-{re.escape(__version__)}-py3-none-linux_\w+\.whl", wheel.name)
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
-    program = "from fla_kda_backend import ops; print(ops.library().path, *ops.library().archs)"
-    asked = run([sys.executable, "-c", program], tmp_path / "installed", PYTHONPATH=str(tmp_path / "installed"))
-    assert asked.returncode == 0, asked.stderr
-    path, *archs = asked.stdout.split()
-    assert path == str(tmp_path / "installed" / kernels.LIBRARY_DIR / kernels.LIBRARY_NAME)
-    assert tuple(archs) == library.archs
+    stated = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert stated["wheel"] == f"{wheel.name}, {wheel.stat().st_size / 2**20:.2f} MiB"
+    assert stated["library"].endswith(", ".join(f"sm_{arch}" for arch in library.archs))
+    assert re.fullmatch(r"glibc 2\.\d+ or newer, torch 2\.10 .*", stated["needs"])
+    assert "the library loads" in stated["tried"] and "reference on cpu" in stated["tried"]
+
+
+def test_a_wheel_is_not_called_good_when_its_library_does_not_load(checkout, tmp_path):
+    wheel = tmp_path / f"fla_kda_backend-{__version__}-py3-none-any.whl"
+    done = run([sys.executable, "setup.py", "bdist_wheel", "-d", tmp_path], checkout, **NO_CUDA)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(kernels.BuildError, match="holds no fla_kda_backend/_C/libfla_kda.so"):
+        build_wheel.library_in(wheel)
+    with pytest.raises(kernels.BuildError, match="does not work with Python .*without compiled kernels"):
+        build_wheel.try_out(wheel, sys.executable, ("80", "90a"))
+
+
+def test_the_glibc_that_a_library_needs_is_the_newest_that_it_names():
+    names = b"\0GLIBC_2.17\0GLIBC_2.2.5\0GLIBCXX_3.4.21\0GLIBC_2.4\0libm.so.6\0"
+    assert build_wheel.newest_glibc(names) == "2.17"
+
+
+def test_a_wheel_without_kernels_is_refused(tmp_path):
+    done = run([sys.executable, ROOT / "scripts" / "build_wheel.py", "--output", tmp_path], ROOT, **NO_CUDA)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "no CUDA compiler is at /nonexistent/bin/nvcc" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cubins_are_compressed_as_the_drivers_of_the_toolkit_allow():
+    assert kernels.compression(CUDA_13) == "--compress-mode=size"
+    for release in ((12, 4), (12, 9)):
+        assert kernels.compression(kernels.Toolkit("nvcc", release, frozenset({80}))) == "-Xfatbin=-compress-all"
 
 
 # --- what is compiled anew --------------------------------------------------------------------------------------------
