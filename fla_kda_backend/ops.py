@@ -61,7 +61,8 @@ def _load() -> tuple[LibraryInfo | None, str | None]:
     try:
         torch.ops.load_library(path)
         info = json.loads(torch.ops.fla_kda_backend.build_info())
-        torch.library.register_fake("fla_kda_backend::chunk_kda_fwd", lambda *args: None)
+        for operator in ("chunk_kda_fwd", "transpose_tokens"):
+            torch.library.register_fake(f"fla_kda_backend::{operator}", lambda *args: None)
     except Exception as error:  # whatever is wrong with the library, calls must still reach Triton
         return None, f"the compiled library does not load: {' '.join(str(error).split())}"
     return LibraryInfo(path, tuple(info["archs"]), info["cuda"], info["torch"]), None
@@ -108,7 +109,13 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     size, aligned = tensor.element_size(), tensor.data_ptr() % _ALIGNMENT == 0
     for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
         aligned = aligned and (length == 1 or stride * size % _ALIGNMENT == 0)
-    return tensor if aligned and tensor.stride(-1) == 1 else _packed(tensor.contiguous())
+    if aligned and tensor.stride(-1) == 1:
+        return tensor
+    if tensor.stride(1) == 1 and tensor.dtype == torch.bfloat16:  # as short convolutions over time leave q, k and v
+        rows = tensor.new_empty(tensor.shape)
+        torch.ops.fla_kda_backend.transpose_tokens(tensor, rows)
+        return rows
+    return _packed(tensor.contiguous())
 
 
 def _packed(tensor: torch.Tensor | None) -> torch.Tensor | None:

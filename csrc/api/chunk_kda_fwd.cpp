@@ -33,34 +33,40 @@ const void* address(const Tensor& tensor, const char* name, int64_t numel, int d
     STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device_index, "chunk_kda_fwd: ", name,
                     " must be on q's device");
     STD_TORCH_CHECK(tensor.is_contiguous(), "chunk_kda_fwd: ", name, " must be contiguous");
-    STD_TORCH_CHECK(tensor.numel() == numel, "chunk_kda_fwd: ", name, " has ", tensor.numel(), " elements, expected ", numel);
+    STD_TORCH_CHECK(tensor.numel() == numel, "chunk_kda_fwd: ", name, " has ", tensor.numel(), " elements, expected ",
+                    numel);
     const void* pointer = tensor.const_data_ptr();
-    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(pointer) % alignment == 0, "chunk_kda_fwd: ", name, " must be ", alignment,
-                    "-byte aligned");
+    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(pointer) % alignment == 0, "chunk_kda_fwd: ", name, " must be ",
+                    alignment, "-byte aligned");
     return pointer;
 }
 
-// The rows of a [B, T, heads, ...] tensor on q's device, of any strides but that of the last dimension, in which it is contiguous.
-Rows rows(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape, int device_index, int alignment) {
+// The rows of a [B, T, heads, ...] tensor on q's device, of any strides but that of the last dimension, in which it is
+// contiguous.
+Rows rows(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape, int device_index,
+          int alignment) {
     STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device_index, "chunk_kda_fwd: ", name,
                     " must be on q's device");
-    STD_TORCH_CHECK(tensor.dim() == int64_t(shape.size()), "chunk_kda_fwd: ", name, " must have ", shape.size(), " dimensions");
+    STD_TORCH_CHECK(tensor.dim() == int64_t(shape.size()), "chunk_kda_fwd: ", name, " must have ", shape.size(),
+                    " dimensions");
     int64_t bytes[3], dim = 0;
     const int64_t element = tensor.element_size();
     for (const int64_t size : shape) {
-        STD_TORCH_CHECK(tensor.size(dim) == size, "chunk_kda_fwd: ", name, " has size ", tensor.size(dim), " in dimension ", dim,
-                        ", expected ", size);
+        STD_TORCH_CHECK(tensor.size(dim) == size, "chunk_kda_fwd: ", name, " has size ", tensor.size(dim),
+                        " in dimension ", dim, ", expected ", size);
         if (dim == 3) {
-            STD_TORCH_CHECK(tensor.stride(dim) == 1, "chunk_kda_fwd: ", name, " must be contiguous in its last dimension");
+            STD_TORCH_CHECK(tensor.stride(dim) == 1, "chunk_kda_fwd: ", name,
+                            " must be contiguous in its last dimension");
         } else {
             bytes[dim] = size == 1 ? 0 : tensor.stride(dim) * element;
-            STD_TORCH_CHECK(bytes[dim] % alignment == 0, "chunk_kda_fwd: rows of ", name, " must be ", alignment, "-byte aligned");
+            STD_TORCH_CHECK(bytes[dim] % alignment == 0, "chunk_kda_fwd: rows of ", name, " must be ", alignment,
+                            "-byte aligned");
         }
         ++dim;
     }
     const void* pointer = tensor.const_data_ptr();
-    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(pointer) % alignment == 0, "chunk_kda_fwd: ", name, " must be ", alignment,
-                    "-byte aligned");
+    STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(pointer) % alignment == 0, "chunk_kda_fwd: ", name, " must be ",
+                    alignment, "-byte aligned");
     return Rows{pointer, bytes[0], bytes[1], bytes[2]};
 }
 
@@ -95,7 +101,9 @@ cudaError_t launch_hopper(const ChunkKdaFwdParams& params, int device, cudaStrea
     return error;
 }
 #else
-cudaError_t launch_hopper(const ChunkKdaFwdParams&, int, cudaStream_t) { return cudaErrorNoKernelImageForDevice; }
+cudaError_t launch_hopper(const ChunkKdaFwdParams&, int, cudaStream_t) {
+    return cudaErrorNoKernelImageForDevice;
+}
 #endif
 
 }  // namespace
@@ -118,7 +126,7 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
     STD_TORCH_CHECK(beta_mode >= 0 && beta_mode <= 2, "chunk_kda_fwd: unknown beta_mode");
     STD_TORCH_CHECK(kernel == kPortable || kernel == kHopper, "chunk_kda_fwd: unknown kernel");
     STD_TORCH_CHECK(segments >= 1 && segments <= 1024, "chunk_kda_fwd: segments must be 1..1024");
-    STD_TORCH_CHECK(kernel != kHopper || lower_bound.value_or(0.0) >= -110.0,
+    STD_TORCH_CHECK(kernel != kHopper || !use_gate || !(lower_bound.value_or(0.0) < -110.0),
                     "chunk_kda_fwd: the Hopper kernel needs a lower_bound of at least -110");
     STD_TORCH_CHECK(!use_gate || A_log.has_value() || lower_bound.has_value(),
                     "chunk_kda_fwd: A_log may be absent only with lower_bound");
@@ -131,11 +139,13 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
     params.num_sequences = batch;
     if (cu_seqlens) {
         STD_TORCH_CHECK(batch == 1, "chunk_kda_fwd: cu_seqlens needs a batch of one");
-        STD_TORCH_CHECK(cu_seqlens->dim() == 1 && cu_seqlens->numel() >= 1, "chunk_kda_fwd: cu_seqlens must be [N + 1]");
+        STD_TORCH_CHECK(cu_seqlens->dim() == 1 && cu_seqlens->numel() >= 1,
+                        "chunk_kda_fwd: cu_seqlens must be [N + 1]");
         params.cu_seqlens_is_int64 = cu_seqlens->scalar_type() == ScalarType::Long;
         STD_TORCH_CHECK(params.cu_seqlens_is_int64 || cu_seqlens->scalar_type() == ScalarType::Int,
                         "chunk_kda_fwd: cu_seqlens must be int32 or int64");
-        params.cu_seqlens = address(*cu_seqlens, "cu_seqlens", cu_seqlens->numel(), device, params.cu_seqlens_is_int64 ? 8 : 4);
+        params.cu_seqlens =
+            address(*cu_seqlens, "cu_seqlens", cu_seqlens->numel(), device, params.cu_seqlens_is_int64 ? 8 : 4);
         params.num_sequences = cu_seqlens->numel() - 1;
     }
     STD_TORCH_CHECK(params.num_sequences * HV < (int64_t(1) << 31) - 1024, "chunk_kda_fwd: too many sequences x heads");
@@ -162,7 +172,8 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
         params.dt_bias_dtype = dtype_of(*dt_bias, "dt_bias");
     }
     if (initial_state) {
-        STD_TORCH_CHECK(initial_state->scalar_type() == ScalarType::Float, "chunk_kda_fwd: initial_state must be float32");
+        STD_TORCH_CHECK(initial_state->scalar_type() == ScalarType::Float,
+                        "chunk_kda_fwd: initial_state must be float32");
         params.initial_state = static_cast<const float*>(address(*initial_state, "initial_state", state_numel, device));
     }
     if (final_state) {
@@ -181,17 +192,22 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
     if (segments > 1) {
         STD_TORCH_CHECK(kernel == kHopper && maps.has_value() && maps->scalar_type() == ScalarType::Float,
                         "chunk_kda_fwd: segments need the Hopper kernel and float32 maps");
-        params.maps = const_cast<float*>(static_cast<const float*>(address(*maps, "maps", 2 * segments * state_numel, device)));
+        params.maps =
+            const_cast<float*>(static_cast<const float*>(address(*maps, "maps", 2 * segments * state_numel, device)));
     }
 
     if (order) {
-        STD_TORCH_CHECK(kernel == kHopper && cu_seqlens && params.num_sequences <= kMaxOrdered && order->scalar_type() == ScalarType::Int,
-                        "chunk_kda_fwd: order needs the Hopper kernel, a packed call of at most ", kMaxOrdered, " sequences and int32");
-        params.order = const_cast<int*>(static_cast<const int*>(address(*order, "order", params.num_sequences, device, 4)));
+        STD_TORCH_CHECK(kernel == kHopper && cu_seqlens && params.num_sequences <= kMaxOrdered &&
+                            order->scalar_type() == ScalarType::Int,
+                        "chunk_kda_fwd: order needs the Hopper kernel, a packed call of at most ", kMaxOrdered,
+                        " sequences and int32");
+        params.order =
+            const_cast<int*>(static_cast<const int*>(address(*order, "order", params.num_sequences, device, 4)));
     }
 
     const torch::stable::accelerator::DeviceGuard guard(device);
     const cudaStream_t stream = current_cuda_stream(device);
-    const cudaError_t error = kernel == kHopper ? launch_hopper(params, device, stream) : launch_portable(params, stream);
+    const cudaError_t error =
+        kernel == kHopper ? launch_hopper(params, device, stream) : launch_portable(params, stream);
     STD_TORCH_CHECK(error == cudaSuccess, "chunk_kda_fwd: launch failed: ", cudaGetErrorString(error));
 }

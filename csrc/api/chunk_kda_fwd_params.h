@@ -7,9 +7,9 @@ enum class Dtype : int { kFloat32, kBFloat16, kFloat16, kFloat64 };
 enum class GateMode : int { kGiven, kSoftplus, kBounded };  // g as given; -exp(A_log) softplus(.); bound * sigmoid(.)
 enum class BetaMode : int { kGiven, kSigmoid, kTwiceSigmoid };
 
-// What a launch over segments of sequences does. A segment maps the state that enters it to the one that leaves it, affinely:
-// S -> M S + B. `kMaps` finds M and B of every segment but the last (and runs the first for good, its state being known);
-// `kReplay` runs the others from the states that the maps gave.
+// What a launch over segments of sequences does. A segment maps the state that enters it to the one that leaves it,
+// affinely: S -> M S + B. `kMaps` finds M and B of every segment but the last (and runs the first for good, its state
+// being known); `kReplay` runs the others from the states that the maps gave.
 enum class Pass : int { kWhole, kMaps, kReplay };
 
 // A [B, T, heads, ...] tensor whose last dimension is contiguous: where each row is.
@@ -20,45 +20,45 @@ struct Rows {
 
 struct ChunkKdaFwdParams {
     // Shapes as in fla.ops.kda.chunk_kda. Rows of q, k, v and g are 16-byte aligned; what is not `Rows` is contiguous.
-    Rows q;                     // [B, T, H, 128] bf16
-    Rows k;                     // [B, T, H, 128] bf16
-    Rows v;                     // [B, T, HV, 128] bf16
-    Rows g;                     // [B, T, HV, 128] bf16 or fp32
-    Rows beta;                  // [B, T, HV]
-    void* o;                    // [B, T, HV, 128] bf16
-    const float* initial_state; // [N, HV, 128, 128] or null
-    float* final_state;         // [N, HV, 128, 128] or null
-    const void* A_log;          // [HV] or null
-    const void* dt_bias;        // [HV * 128] or null
-    const void* cu_seqlens;     // [N + 1] int32 or int64, or null: then N = B sequences of T tokens
+    Rows q;                      // [B, T, H, 128] bf16
+    Rows k;                      // [B, T, H, 128] bf16
+    Rows v;                      // [B, T, HV, 128] bf16
+    Rows g;                      // [B, T, HV, 128] bf16 or fp32
+    Rows beta;                   // [B, T, HV]
+    void* o;                     // [B, T, HV, 128] bf16
+    const float* initial_state;  // [N, HV, 128, 128] or null
+    float* final_state;          // [N, HV, 128, 128] or null
+    const void* A_log;           // [HV] or null
+    const void* dt_bias;         // [HV * 128] or null
+    const void* cu_seqlens;      // [N + 1] int32 or int64, or null: then N = B sequences of T tokens
 
-    int* order;                 // [N], the sequences in the order in which blocks take them, or null: as they come
+    int* order;  // [N], the sequences in the order in which blocks take them, or null: as they come
 
-    int64_t num_sequences;      // N
-    int64_t tokens;             // T < 2^31 (with cu_seqlens: of the one packed row)
-    int num_qk_heads;           // H
-    int num_v_heads;            // HV, a multiple of H
+    int64_t num_sequences;  // N
+    int64_t tokens;         // T < 2^31 (with cu_seqlens: of the one packed row)
+    int num_qk_heads;       // H
+    int num_v_heads;        // HV, a multiple of H
 
     float scale;
-    float lower_bound;          // natural log units, used by GateMode::kBounded
+    float lower_bound;  // natural log units, used by GateMode::kBounded
     GateMode gate_mode;
     BetaMode beta_mode;
     Dtype g_dtype, beta_dtype, A_log_dtype, dt_bias_dtype;
     bool use_qk_l2norm;
-    bool state_v_first;         // states are [N, HV, V, K] instead of [N, HV, K, V]
+    bool state_v_first;  // states are [N, HV, V, K] instead of [N, HV, K, V]
     bool cu_seqlens_is_int64;
 
     // Parallelism over the sequence: 1 and null where there is none.
-    int segments;               // of each sequence, equally many steps each but for the last
+    int segments;  // of each sequence, equally many steps each but for the last
     Pass pass;
-    float* maps;                // [N, segments, HV, 2, 128 (V), 128 (K)]: M^T, and B^T, later the state leaving the segment
+    float* maps;  // [N, segments, HV, 2, 128 (V), 128 (K)]: M^T, and B^T, later the state leaving the segment
 };
 
 // How many blocks a pass over segments has: both maps of the inner segments, the leaving state alone of the first.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
-inline int64_t blocks_of_pass(const ChunkKdaFwdParams& params) {
+    inline int64_t blocks_of_pass(const ChunkKdaFwdParams& params) {
     const int64_t heads = params.num_sequences * params.num_v_heads;
     switch (params.pass) {
         case Pass::kWhole: return heads;

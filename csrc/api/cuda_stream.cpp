@@ -13,7 +13,8 @@ using CurrentStream = int32_t (*)(int32_t device_index, void** stream);
 
 CurrentStream find_current_stream() {
     void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-    return torch_cuda ? reinterpret_cast<CurrentStream>(dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream")) : nullptr;
+    return torch_cuda ? reinterpret_cast<CurrentStream>(dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream"))
+                      : nullptr;
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include "api/build_info.h"
 #include "api/chunk_kda_fwd.h"
+#include "api/transpose_tokens.h"
 
 STABLE_TORCH_LIBRARY(fla_kda_backend, library) {
     library.def("build_info() -> str");
@@ -11,10 +12,14 @@ STABLE_TORCH_LIBRARY(fla_kda_backend, library) {
         "Tensor? initial_state, Tensor? cu_seqlens, Tensor(a!) o, Tensor(b!)? final_state, float scale, "
         "bool use_qk_l2norm, bool use_gate, float? lower_bound, int beta_mode, bool state_v_first, int kernel, "
         "int segments, Tensor(c!)? maps, Tensor(d!)? order) -> ()");
+    library.def("transpose_tokens(Tensor x, Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fla_kda_backend, CompositeExplicitAutograd, library) {
     library.impl("build_info", TORCH_BOX(&build_info));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fla_kda_backend, CUDA, library) { library.impl("chunk_kda_fwd", TORCH_BOX(&chunk_kda_fwd)); }
+STABLE_TORCH_LIBRARY_IMPL(fla_kda_backend, CUDA, library) {
+    library.impl("chunk_kda_fwd", TORCH_BOX(&chunk_kda_fwd));
+    library.impl("transpose_tokens", TORCH_BOX(&transpose_tokens));
+}

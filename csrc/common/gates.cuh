@@ -42,15 +42,15 @@ __device__ __forceinline__ float softplus_base2(float y) {
 //     bounded    bound log2(e) / (1 + 2^y)             y = -log2(e) exp(A) (g + bias)
 struct Gate {
     float factor;
-    float slope;   // y = slope g + shift
+    float slope;  // y = slope g + shift
     float shift;
 
     __device__ __forceinline__ Gate(const ChunkKdaFwdParams& params, int v_head, int channel) {
         const bool given = params.gate_mode == GateMode::kGiven, bounded = params.gate_mode == GateMode::kBounded;
         const float A = params.A_log && !given ? expf(load_as_float(params.A_log, params.A_log_dtype, v_head)) : 1.0f;
-        const float bias = params.dt_bias && !given
-                               ? load_as_float(params.dt_bias, params.dt_bias_dtype, int64_t(v_head) * kHeadDim + channel)
-                               : 0.0f;
+        const float bias = params.dt_bias && !given ? load_as_float(params.dt_bias, params.dt_bias_dtype,
+                                                                    int64_t(v_head) * kHeadDim + channel)
+                                                    : 0.0f;
         factor = given ? kLog2E : bounded ? params.lower_bound * kLog2E : -A;
         slope = bounded ? -kLog2E * A : kLog2E;
         shift = slope * bias;

@@ -12,7 +12,7 @@ struct Work {
     int64_t output_row;   // of the flattened [B * T]
     int64_t state;        // index of the [128, 128] state
     int length;
-    int steps;            // pieces that a kernel takes at once, the last one possibly short
+    int steps;  // pieces that a kernel takes at once, the last one possibly short
     int v_head;
     int qk_head;
 };
@@ -76,7 +76,8 @@ __device__ __forceinline__ Segment locate_segment(const ChunkKdaFwdParams& param
     segment.is_map = params.pass == Pass::kMaps && part >= params.segments - 1;
     segment.index = params.pass == Pass::kWhole    ? 0
                     : params.pass == Pass::kReplay ? part + 1
-                                                   : segment.is_map ? part - (params.segments - 2) : part;
+                    : segment.is_map               ? part - (params.segments - 2)
+                                                   : part;
     return segment;
 }
 
@@ -95,7 +96,7 @@ __device__ __forceinline__ Work cut_segment(const ChunkKdaFwdParams& params, con
 
 // A map of a segment: 0 M^T, 1 B^T and then the state that leaves the segment, [V, K] each.
 __device__ __forceinline__ float* segment_map(const ChunkKdaFwdParams& params, int64_t sequence, int index, int v_head,
-                                               int which) {
+                                              int which) {
     const int64_t segment = (sequence * params.segments + index) * params.num_v_heads + v_head;
     return params.maps + (2 * segment + which) * (kHeadDim * kHeadDim);
 }

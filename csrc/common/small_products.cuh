@@ -8,8 +8,8 @@
 
 namespace kda {
 
-// Column `column` of (I + L)^-1, by forward substitution in fp32: powers of L, which overflow for keys that are nearly collinear,
-// never appear. `lower` holds L by columns, 16-byte aligned, zero on and above the diagonal.
+// Column `column` of (I + L)^-1, by forward substitution in fp32: powers of L, which overflow for keys that are nearly
+// collinear, never appear. `lower` holds L by columns, 16-byte aligned, zero on and above the diagonal.
 __device__ __forceinline__ void invert_column(float (&x)[kChunk], const float (&lower)[kChunk][kChunk], int column) {
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) x[i] = i == column ? 1.0f : 0.0f;

@@ -36,7 +36,9 @@ __device__ __forceinline__ float max_nan(float x, float y) {
 }
 
 // x as tf32, rounded to nearest: the products ignore the bits below.
-__device__ __forceinline__ uint32_t round_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
+__device__ __forceinline__ uint32_t round_tf32(float x) {
+    return __float_as_uint(x) + 0x1000u;
+}
 
 // Two floats as bf16x2, `low` in the low half, rounded to nearest even.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
@@ -45,7 +47,11 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     return packed;
 }
 
-__device__ __forceinline__ float bf16_low(uint32_t packed) { return __uint_as_float(packed << 16); }
-__device__ __forceinline__ float bf16_high(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
+__device__ __forceinline__ float bf16_low(uint32_t packed) {
+    return __uint_as_float(packed << 16);
+}
+__device__ __forceinline__ float bf16_high(uint32_t packed) {
+    return __uint_as_float(packed & 0xffff0000u);
+}
 
 }  // namespace ptx

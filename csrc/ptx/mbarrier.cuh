@@ -37,6 +37,8 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
 }
 
 // Orders this thread's ordinary shared-memory writes before later reads by wgmma.
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 }  // namespace ptx

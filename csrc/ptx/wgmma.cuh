@@ -1,8 +1,8 @@
-// Warpgroup products (sm_90a): D (64 x N, registers) = A (64 x 16, registers) B (16 x N, shared memory) [+ D], bf16 operands, or
-// half as many columns of A and rows of B in tf32.
+// Warpgroup products (sm_90a): D (64 x N, registers) = A (64 x 16, registers) B (16 x N, shared memory) [+ D], bf16
+// operands, or half as many columns of A and rows of B in tf32.
 //
-// Each warp of the warpgroup holds 16 rows, in the fragment layouts of mma.cuh: A as one m16k16 operand, D as N / 8 C tiles.
-// Issue: wgmma_fence, products, wgmma_commit; the registers belong to the hardware until wgmma_wait.
+// Each warp of the warpgroup holds 16 rows, in the fragment layouts of mma.cuh: A as one m16k16 operand, D as N / 8 C
+// tiles. Issue: wgmma_fence, products, wgmma_commit; the registers belong to the hardware until wgmma_wait.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,12 @@
 
 namespace ptx {
 
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
 // Waits until at most `kPending` of the latest groups are under way.
 template <int kPending>
@@ -20,11 +24,11 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Descriptors of B operands. `offset` (a constant, in bytes, a multiple of 16) is added to the address inside the descriptor,
-// which costs one instruction.
+// Descriptors of B operands. `offset` (a constant, in bytes, a multiple of 16) is added to the address inside the
+// descriptor, which costs one instruction.
 
-// Rows (of N where K is contiguous, of K where N is) of 128 bytes, 16-byte pieces exchanged by XOR with the row modulo 8, base
-// 1024-byte aligned. Rows in groups of eight, one group after the other.
+// Rows (of N where K is contiguous, of K where N is) of 128 bytes, 16-byte pieces exchanged by XOR with the row modulo
+// 8, base 1024-byte aligned. Rows in groups of eight, one group after the other.
 __device__ __forceinline__ uint64_t operand_swizzled_128(uint32_t shared, int offset = 0) {
     return uint64_t((shared >> 4) + offset / 16) | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
@@ -34,21 +38,21 @@ __device__ __forceinline__ uint64_t operand_square(uint32_t shared) {
     return uint64_t((shared >> 4) + (128 >> 4 << 16)) | uint64_t(256 >> 4) << 32;
 }
 
-// 8 (of K) x N tf32 operands of 8 x 4 core matrices, each of eight 16-byte rows along K: along N one after the other, along K
-// `column_bytes` apart.
+// 8 (of K) x N tf32 operands of 8 x 4 core matrices, each of eight 16-byte rows along K: along N one after the other,
+// along K `column_bytes` apart.
 __device__ __forceinline__ uint64_t operand_words(uint32_t shared, int offset, int column_bytes) {
     return uint64_t((shared >> 4) + offset / 16 + (column_bytes >> 4 << 16)) | uint64_t(128 >> 4) << 32;
 }
 
-// N = 16, tf32. `d`: 8 registers. A as lane = 4 row + column: (row, column), (row + 8, column), (row, column + 4), (row + 8, column + 4).
+// N = 16, tf32. `d`: 8 registers. A as lane = 4 row + column: (row, column), (row + 8, column), (row, column + 4), (row
+// + 8, column + 4).
 __device__ __forceinline__ void wgmma_m64n16k8_tf32(float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n16k8.f32.tf32.tf32 "
         "{%0,%1,%2,%3,%4,%5,%6,%7}, "
         "{%8,%9,%10,%11}, %12, p, 1, 1;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-          "+f"(d[6]), "+f"(d[7])
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));
 }
 
@@ -60,8 +64,7 @@ __device__ __forceinline__ void wgmma_m64n16k16(float* d, const uint32_t (&a)[4]
         "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7}, "
         "{%8,%9,%10,%11}, %12, p, 1, 1, %14;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-          "+f"(d[6]), "+f"(d[7])
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(kTransposeB));
 }
 
@@ -73,9 +76,8 @@ __device__ __forceinline__ void wgmma_m64n32k16(float* d, const uint32_t (&a)[4]
         "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
         "{%16,%17,%18,%19}, %20, p, 1, 1, %22;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-          "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(kTransposeB));
 }
 
@@ -88,12 +90,10 @@ __device__ __forceinline__ void wgmma_m64n64k16(float* d, const uint32_t (&a)[4]
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
         "{%32,%33,%34,%35}, %36, p, 1, 1, %38;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-          "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-          "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-          "+f"(d[30]), "+f"(d[31])
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(kTransposeB));
 }
 

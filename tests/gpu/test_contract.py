@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu import DEVICE
 from tests.kdakit import cases, compare
-from tests.kdakit.run import run_exactly, run_on_kernels, same_bits
+from tests.kdakit.run import OperatorCalls, run_exactly, run_on_kernels, same_bits
 
 K = cases.HEAD_DIM
 TOLERANCE = compare.CUDA_FORWARD_FEW_TERMS
@@ -163,6 +163,41 @@ def test_strided_and_misaligned_views_give_the_same_bits(view, name):
             views[tensor] = state_view(arguments[tensor])
 
     assert_same(run_on_kernels(views), run_on_kernels(arguments))
+
+
+def taken_from(operator: OperatorCalls, arguments: dict) -> dict[str, bool]:
+    """Whether the operator read each of the rows where the caller has them."""
+    (call,) = operator.calls
+    return {name: call[name].data_ptr() == arguments[name].data_ptr() for name in ("q", "k", "v", "g", "beta")}
+
+
+def test_slices_of_fused_projections_are_read_where_they_are():
+    arguments = call_of("4-fla-safe-gate")
+    fused = torch.cat([arguments[name].flatten(2) for name in ("q", "k", "v")], dim=-1)
+    sizes = [arguments[name].flatten(2).shape[-1] for name in ("q", "k", "v")]
+    slices = dict(arguments)
+    for name, part in zip(("q", "k", "v"), fused.split(sizes, dim=-1), strict=True):
+        slices[name] = part.unflatten(-1, arguments[name].shape[2:])
+        assert not slices[name].is_contiguous()
+    slices["beta"] = torch.cat([arguments["beta"]] * 3, dim=-1)[..., : arguments["beta"].shape[-1]]
+    slices["g"] = head_slice(arguments["g"])
+
+    with OperatorCalls() as operator:
+        result = run_on_kernels(slices)
+
+    assert all(taken_from(operator, slices).values())
+    assert_same(result, run_on_kernels(arguments))
+
+
+@pytest.mark.parametrize("tokens", [2, 63, 64, 65, 200])
+def test_convolutions_over_time_leave_views_that_are_transposed_exactly(tokens):
+    x = torch.randn(2, 3 * 128, tokens, device=DEVICE).bfloat16()
+    view = x.transpose(1, 2).unflatten(-1, (3, 128))
+    rows = torch.full(view.shape, math.nan, dtype=x.dtype, device=DEVICE)
+
+    torch.ops.fla_kda_backend.transpose_tokens(view, rows)
+
+    assert torch.equal(rows, view)
 
 
 def test_expanded_inputs_give_the_same_bits():

@@ -7,7 +7,15 @@ import fla_kda_backend
 from fla_kda_backend.dispatch import PATH_LABELS
 from tests.gpu import DEVICE
 from tests.kdakit import cases, compare
-from tests.kdakit.run import environment, expected_path, run_exactly, run_on_fla, run_on_kernels, same_bits
+from tests.kdakit.run import (
+    environment,
+    expected_path,
+    kernel_paths,
+    run_exactly,
+    run_on_fla,
+    run_on_kernels,
+    same_bits,
+)
 
 fla_kda = pytest.importorskip("fla.ops.kda", reason="flash-linear-attention is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:.*transpose_state_layout:DeprecationWarning")
@@ -124,6 +132,8 @@ def test_the_log_names_the_kernels_and_the_architecture(capfd, triton_calls):
 
 
 def test_training_calls_still_get_fla_results_and_gradients():
+    if expected_path() != kernel_paths()[0]:
+        pytest.skip("declined calls do not depend on the kernel: once is enough")
     # 32 heads with activated gates: the variant that parity.py has FLA tune anyway.
     arguments = arguments_of(tokens=128, heads=32)
     exact_o, _ = run_exactly(arguments)

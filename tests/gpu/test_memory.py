@@ -238,7 +238,7 @@ MISFITS = {
     "g is shorter": ("g", halved, "g has"),
     "beta is shorter": ("beta", halved, "beta has"),
     "o is shorter": ("o", halved, "o has"),
-    "k is strided": ("k", lambda x: x.transpose(1, 2), "contiguous"),
+    "k is transposed": ("k", lambda x: x.mT.contiguous().mT, "rows of k must be 16-byte aligned"),
     "v is misaligned": ("v", one_element_off, "aligned"),
     "q is fp16": ("q", torch.Tensor.half, "bfloat16"),
     "g is fp64": ("g", torch.Tensor.double, "float32 or bfloat16"),

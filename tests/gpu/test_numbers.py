@@ -1,5 +1,7 @@
 """Are the kernels accurate where numbers are hard? The accuracy goals, near-collinear keys, gates of every strength."""
 
+import math
+
 import pytest
 import torch
 
@@ -88,6 +90,22 @@ def test_constant_gates_of_any_strength_are_exact(per_token):
     exact_o, exact_state = run_exactly(arguments)
     compare.assert_close(o, exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o")
     compare.assert_close(state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state")
+
+
+# The decay of each chunk is one fp32 number next to 1, whose rounding (up to 2^-25 each) adds up over 4096 chunks.
+SLOW_DECAY = 4096 * 2.0**-25
+
+
+@pytest.mark.parametrize("per_token", [-1e-6, -3e-5])
+def test_slow_gates_are_not_lost_over_65536_tokens(per_token):
+    # Beside an exponent's anchor of 60 a gate of -1e-6 would vanish, and with it 6 % of what the state should have lost.
+    arguments = activated_call(torch.full((1, 65536, 1, cases.HEAD_DIM), per_token))
+    arguments |= {"beta": torch.zeros_like(arguments["beta"])}  # nothing is written to the state
+
+    _, state = run_on_kernels(arguments)
+
+    exact = arguments["initial_state"].double() * math.exp(per_token * 65536)
+    compare.assert_close(state, exact, 2 * SLOW_DECAY, "final_state")
 
 
 @pytest.mark.parametrize("position", [0, 1, 15, 16, 17, 40])

@@ -349,7 +349,7 @@ def _gradients(results: tuple, leaves: dict[str, torch.Tensor]) -> dict[str, tor
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.device.type == "meta":
         return True
-    return torch.equal(*(x.detach().reshape(-1).view(torch.uint8) for x in (left, right)))
+    return torch.equal(*(x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for x in (left, right)))
 
 
 def _same_arguments(left: dict[str, Any], right: dict[str, Any]) -> bool:

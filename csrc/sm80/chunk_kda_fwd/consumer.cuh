@@ -2,9 +2,9 @@
 //
 //     U = inverse beta (V - Kd S)      O = Qd S + P U      S <- diag(gamma) S + Kr^T U
 //
-// S^T (16 x 128) is kept as sixteen C tiles. Rounded to bf16 they are the A operand of (Kd S)^T = S^T Kd^T and the B operand of
-// Qd S, and U^T is the A operand of the update and the B operand of P U: nothing is exchanged between lanes or warps.
-// beta (V - Kd S), U and P enter their products as two bf16 terms each, the wide operands as one.
+// S^T (16 x 128) is kept as sixteen C tiles. Rounded to bf16 they are the A operand of (Kd S)^T = S^T Kd^T and the B
+// operand of Qd S, and U^T is the A operand of the update and the B operand of P U: nothing is exchanged between lanes
+// or warps. beta (V - Kd S), U and P enter their products as two bf16 terms each, the wide operands as one.
 #pragma once
 
 #include "common/sequence.cuh"
@@ -17,7 +17,7 @@
 namespace kda::sm80 {
 
 class Consumer {
-   public:
+ public:
     __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem)
         : params_(params), work_(work), smem_(smem), lane_(threadIdx.x % 32), first_value_(16 * (threadIdx.x / 32)) {}
 
@@ -33,13 +33,14 @@ class Consumer {
         if (params_.final_state) store_state();
     }
 
-   private:
+ private:
     // Row of the state's V, column of its K, of element e of tile n.
     __device__ __forceinline__ int value_of(int e) const { return first_value_ + lane_ / 4 + 8 * (e / 2); }
     __device__ __forceinline__ int key_of(int n, int e) const { return 8 * n + 2 * (lane_ % 4) + e % 2; }
 
     __device__ __forceinline__ void load_state() {
-        const float* source = params_.initial_state ? params_.initial_state + work_.state * kHeadDim * kHeadDim : nullptr;
+        const float* source =
+            params_.initial_state ? params_.initial_state + work_.state * kHeadDim * kHeadDim : nullptr;
 #pragma unroll
         for (int n = 0; n < 16; ++n) {
 #pragma unroll
@@ -88,7 +89,7 @@ class Consumer {
             uint32_t s[4], kd[4], qd[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float(&tile)[4] = state_[2 * step + i / 2];
+                const float (&tile)[4] = state_[2 * step + i / 2];
                 s[i] = ptx::pack_bf16(tile[2 * (i % 2)], tile[2 * (i % 2) + 1]);
             }
             ptx::ldmatrix_x4(kd, tile_step(k_decayed, step));
@@ -135,7 +136,7 @@ class Consumer {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const float2 gamma = *reinterpret_cast<const float2*>(&stage.gamma[key_of(n + i, 0)]);
-                float(&tile)[4] = state_[n + i];
+                float (&tile)[4] = state_[n + i];
                 tile[0] *= gamma.x, tile[1] *= gamma.y, tile[2] *= gamma.x, tile[3] *= gamma.y;
                 ptx::mma_m16n8k16(tile, high, kr[2 * i], kr[2 * i + 1]);
                 ptx::mma_m16n8k16(tile, low, kr[2 * i], kr[2 * i + 1]);

@@ -1,8 +1,9 @@
 // Portable KDA forward (sm_80 and newer: mma.sync, cp.async, named barriers), chunk 16, K = V = 128.
 //
-// One block owns one (sequence, value head). Two producer groups take turns at the chunks: they load q, k, g, beta and v, and
-// build the factors of the chunked recurrence in shared memory (producer.cuh, with the formulas). Eight consumer warps run the
-// recurrence on them with the state in fp32 registers (consumer.cuh). Factors never go through global memory.
+// One block owns one (sequence, value head). Two producer groups take turns at the chunks: they load q, k, g, beta and
+// v, and build the factors of the chunked recurrence in shared memory (producer.cuh, with the formulas). Eight consumer
+// warps run the recurrence on them with the state in fp32 registers (consumer.cuh). Factors never go through global
+// memory.
 #pragma once
 
 #include "sm80/chunk_kda_fwd/consumer.cuh"

@@ -4,9 +4,9 @@
 //     Kd = k 2^G   Qd = scale q 2^G              P_ij = scale sum_d q_i k_j 2^(G_i - G_j)       j <= i
 //     Kr = k 2^(G_last - G)   gamma = 2^G_last   inverse = (I + L)^-1
 //
-// L and P are tensor-core products of (k or q) 2^(G+A) with k 2^(-G-A). Where G is too steep for that, the entry is left out
-// of the product and its pairs are summed one by one in fp32, where 2^(G_i - G_j) <= 1 cannot overflow. The choice is made
-// entry by entry from the gates up to that token alone, so nothing that comes later changes a rounding.
+// L and P are tensor-core products of (k or q) 2^(G+A) with k 2^(-G-A). Where G is too steep for that, the entry is
+// left out of the product and its pairs are summed one by one in fp32, where 2^(G_i - G_j) <= 1 cannot overflow. The
+// choice is made entry by entry from the gates up to that token alone, so nothing that comes later changes a rounding.
 #pragma once
 
 #include "common/gates.cuh"
@@ -20,14 +20,24 @@
 namespace kda::sm80 {
 
 // Inside the chunk's work every G is kept as G + A, the exponent that is needed most.
-__device__ __forceinline__ bool is_steep(float anchored_G) { return !(fabsf(anchored_G) <= kAnchor); }  // true for NaN
+__device__ __forceinline__ bool is_steep(float anchored_G) {
+    return !(fabsf(anchored_G) <= kAnchor);
+}  // true for NaN
 
 template <typename GateT>
 class Producer {
-   public:
-    __device__ __forceinline__ Producer(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem, int group)
-        : params_(params), work_(work), smem_(smem), own_(smem.workspace[group]), group_(group),
-          thread_(threadIdx.x % kGroupThreads), warp_(thread_ / 32), lane_(thread_ % 32), half_(warp_ / 2),
+ public:
+    __device__ __forceinline__ Producer(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem,
+                                        int group)
+        : params_(params),
+          work_(work),
+          smem_(smem),
+          own_(smem.workspace[group]),
+          group_(group),
+          thread_(threadIdx.x % kGroupThreads),
+          warp_(thread_ / 32),
+          lane_(thread_ % 32),
+          half_(warp_ / 2),
           channel_(64 * (warp_ % 2) + 2 * lane_),
           gate_{Gate(params, work.v_head, channel_), Gate(params, work.v_head, channel_ + 1)} {}
 
@@ -47,12 +57,10 @@ class Producer {
         }
     }
 
-   private:
+ private:
     __device__ __forceinline__ void sync() { ptx::barrier_sync(kBarrierGroup + group_, kGroupThreads); }
 
-    __device__ __forceinline__ int rows_of(int chunk) const {
-        return min(work_.length - chunk * kChunk, kChunk);
-    }
+    __device__ __forceinline__ int rows_of(int chunk) const { return min(work_.length - chunk * kChunk, kChunk); }
 
     // Copies kChunk rows of 128 elements, rows past the sequence's end as zeros (nothing is read for those).
     template <typename T, bool kSwizzled>
@@ -108,8 +116,10 @@ class Producer {
             *reinterpret_cast<float2*>(&stage.gamma[channel_]) =
                 make_float2(ptx::exp2_approx(last.x), ptx::exp2_approx(last.y));
         }
-        if (__any_sync(~0u, steep)) scale_by_decay<true>(G, last, stage);
-        else scale_by_decay<false>(G, last, stage);
+        if (__any_sync(~0u, steep))
+            scale_by_decay<true>(G, last, stage);
+        else
+            scale_by_decay<false>(G, last, stage);
         const bool any_steep = ptx::barrier_sync_or(kBarrierGroup + group_, kGroupThreads, steep);
         const bool has_next = chunk + kGroups < work_.steps;
         if (any_steep) {  // q, k, g are still needed, and g's place
@@ -125,8 +135,8 @@ class Producer {
         if (warp_ == 0) invert(stage);
     }
 
-    // Sums `kCount` (a power of two up to 8) values over the warp; lane l returns the sum of value l / (32 / kCount). Each step
-    // halves what a lane still sums, so that eight sums cost nine shuffles.
+    // Sums `kCount` (a power of two up to 8) values over the warp; lane l returns the sum of value l / (32 / kCount).
+    // Each step halves what a lane still sums, so that eight sums cost nine shuffles.
     template <int kCount>
     __device__ __forceinline__ float sum_over_warp(float (&sum)[kCount]) const {
 #pragma unroll
@@ -142,15 +152,19 @@ class Producer {
         return sum[0];
     }
 
-    // 1 / |x| of four tokens a warp, for q (times scale) and k; and q k, which is exact where a product of rounded factors is not.
+    // 1 / |x| of four tokens a warp, for q (times scale) and k; and q k, which is exact where a product of rounded
+    // factors is not.
     __device__ __forceinline__ void find_norms() {
         float squares[8], dot[4];  // squares of q of four tokens, then of k
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int offset = tile_offset(4 * warp_ + i, 4 * lane_);
-            const uint2 q = *reinterpret_cast<const uint2*>(own_.q + offset), k = *reinterpret_cast<const uint2*>(own_.k + offset);
-            const float q0 = ptx::bf16_low(q.x), q1 = ptx::bf16_high(q.x), q2 = ptx::bf16_low(q.y), q3 = ptx::bf16_high(q.y);
-            const float k0 = ptx::bf16_low(k.x), k1 = ptx::bf16_high(k.x), k2 = ptx::bf16_low(k.y), k3 = ptx::bf16_high(k.y);
+            const uint2 q = *reinterpret_cast<const uint2*>(own_.q + offset),
+                        k = *reinterpret_cast<const uint2*>(own_.k + offset);
+            const float q0 = ptx::bf16_low(q.x), q1 = ptx::bf16_high(q.x), q2 = ptx::bf16_low(q.y),
+                        q3 = ptx::bf16_high(q.y);
+            const float k0 = ptx::bf16_low(k.x), k1 = ptx::bf16_high(k.x), k2 = ptx::bf16_low(k.y),
+                        k3 = ptx::bf16_high(k.y);
             squares[i] = q0 * q0 + q1 * q1 + (q2 * q2 + q3 * q3);
             squares[i + 4] = k0 * k0 + k1 * k1 + (k2 * k2 + k3 * k3);
             dot[i] = q0 * k0 + q1 * k1 + (q2 * k2 + q3 * k3);
@@ -160,8 +174,10 @@ class Producer {
             const int index = lane_ / 4;  // 0..3 q, 4..7 k
             const float factor = params_.use_qk_l2norm ? rsqrtf(square + 1e-6f) : 1.0f;
             float2& norm = own_.norm[4 * warp_ + index % 4];
-            if (index < 4) norm.x = factor * params_.scale;
-            else norm.y = factor;
+            if (index < 4)
+                norm.x = factor * params_.scale;
+            else
+                norm.y = factor;
         }
         if (lane_ % 8 == 0) own_.q_dot_k[4 * warp_ + lane_ / 8] = product;
     }
@@ -214,11 +230,13 @@ class Producer {
     // Writes the decayed operands.
     template <bool kMayBeSteep>
     __device__ __forceinline__ void scale_by_decay(const float (&G)[8][2], float2 last, Stage& stage) {
-        const float from_inverse0 = ptx::exp2_approx(last.x + kAnchor), from_inverse1 = ptx::exp2_approx(last.y + kAnchor);
+        const float from_inverse0 = ptx::exp2_approx(last.x + kAnchor),
+                    from_inverse1 = ptx::exp2_approx(last.y + kAnchor);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int row = 8 * half_ + i;
-            const int offset = 256 * row + (tile_offset(0, channel_) ^ (16 * i));  // tile_offset(row, channel_), as row % 8 = i
+            const int offset =
+                256 * row + (tile_offset(0, channel_) ^ (16 * i));  // tile_offset(row, channel_), as row % 8 = i
             const uint32_t q = *reinterpret_cast<const uint32_t*>(own_.q + offset);
             const uint32_t k = *reinterpret_cast<const uint32_t*>(own_.k + offset);
             const float2 norm = own_.norm[row];
@@ -228,7 +246,8 @@ class Producer {
             float inverse0 = ptx::exp2_approx(-G[i][0]), inverse1 = ptx::exp2_approx(-G[i][1]);
             float rest0 = inverse0 * from_inverse0, rest1 = inverse1 * from_inverse1;  // 2^(G_last - G)
             if constexpr (kMayBeSteep) {
-                rest0 = ptx::exp2_approx(last.x + kAnchor - G[i][0]), rest1 = ptx::exp2_approx(last.y + kAnchor - G[i][1]);
+                rest0 = ptx::exp2_approx(last.x + kAnchor - G[i][0]),
+                rest1 = ptx::exp2_approx(last.y + kAnchor - G[i][1]);
                 if (is_steep(G[i][0])) decay0 = inverse0 = 0.0f;
                 if (is_steep(G[i][1])) decay1 = inverse1 = 0.0f;
             }
@@ -253,9 +272,10 @@ class Producer {
     __device__ __forceinline__ void multiply_pairs(Stage& stage, const float* beta, bool any_steep) {
         const bool is_P = warp_ >= 2;
         const int first_column = 8 * (warp_ % 2);
-        const uint32_t left = ptx::shared_address(is_P ? stage.q_decayed : stage.k_decayed) +
-                              tile_offset(lane_ % 16, 8 * (lane_ / 16));
-        const uint32_t right = ptx::shared_address(own_.k_inverse) + tile_offset(first_column + lane_ % 8, 8 * (lane_ / 8));
+        const uint32_t left =
+            ptx::shared_address(is_P ? stage.q_decayed : stage.k_decayed) + tile_offset(lane_ % 16, 8 * (lane_ / 16));
+        const uint32_t right =
+            ptx::shared_address(own_.k_inverse) + tile_offset(first_column + lane_ % 8, 8 * (lane_ / 8));
         float even[4] = {}, odd[4] = {};  // two sums, to halve the chain of dependent products
 #pragma unroll
         for (int step = 0; step < kHeadDim / 32; ++step) {
@@ -275,9 +295,12 @@ class Producer {
             const int row = lane_ / 4 + 8 * r, column = first_column + 2 * (lane_ % 4);
             if (is_P) {
                 const float diagonal = own_.q_dot_k[row] * own_.norm[row].x * own_.norm[row].y;
-                const float p0 = column < row ? sum[2 * r] * kAnchorScale : column == row ? diagonal * kAnchorScale : 0.0f;
-                const float p1 = column + 1 < row ? sum[2 * r + 1] * kAnchorScale
-                                                  : column + 1 == row ? diagonal * kAnchorScale : 0.0f;
+                const float p0 = column < row    ? sum[2 * r] * kAnchorScale
+                                 : column == row ? diagonal * kAnchorScale
+                                                 : 0.0f;
+                const float p1 = column + 1 < row    ? sum[2 * r + 1] * kAnchorScale
+                                 : column + 1 == row ? diagonal * kAnchorScale
+                                                     : 0.0f;
                 const uint32_t high = ptx::pack_bf16(p0, p1);
                 *reinterpret_cast<uint32_t*>(stage.p_high + square_offset(row, column)) = high;
                 *reinterpret_cast<uint32_t*>(stage.p_low + square_offset(row, column)) =
@@ -289,8 +312,8 @@ class Producer {
         }
     }
 
-    // Adds x_i k_j 2^(G_i - G_j) for every pair that the products left out because either entry was steep. Sums with j > i are
-    // meaningless, as they are in the products.
+    // Adds x_i k_j 2^(G_i - G_j) for every pair that the products left out because either entry was steep. Sums with j
+    // > i are meaningless, as they are in the products.
     __device__ __forceinline__ void add_steep_pairs(float (&sum)[4], bool is_P, int first_column) const {
         const uint8_t* x_tile = is_P ? own_.q : own_.k;
         const int row = lane_ / 4, column = first_column + 2 * (lane_ % 4);
@@ -325,7 +348,8 @@ class Producer {
         }
     }
 
-    __device__ __forceinline__ void load_four(float (&G)[4], float (&x)[4], const uint8_t* tile, int row, int channel) const {
+    __device__ __forceinline__ void load_four(float (&G)[4], float (&x)[4], const uint8_t* tile, int row,
+                                              int channel) const {
         const float4 decay = *reinterpret_cast<const float4*>(&own_.g[decay_index(row, channel)]);
         const uint2 packed = *reinterpret_cast<const uint2*>(tile + tile_offset(row, channel));
         G[0] = decay.x, G[1] = decay.y, G[2] = decay.z, G[3] = decay.w;

@@ -5,8 +5,8 @@
 //
 // of which the consumers get P and 1/|k| inverse beta, so that they have fewer factors to multiply themselves.
 //
-// The sums are tensor-core products of the decayed operands; entries too steep for those were left out of them, and their pairs are
-// added by steep_pairs.cuh.
+// The sums are tensor-core products of the decayed operands; entries too steep for those were left out of them, and
+// their pairs are added by steep_pairs.cuh.
 #pragma once
 
 #include "common/gates.cuh"
@@ -21,10 +21,15 @@
 namespace kda::sm90 {
 
 class Builder {
-   public:
+ public:
     __device__ __forceinline__ Builder(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem, int index)
-        : params_(params), work_(work), smem_(smem), lower_(smem.lower[index]), beta_(smem.beta[index]),
-          lane_(threadIdx.x % 32), index_(index) {}
+        : params_(params),
+          work_(work),
+          smem_(smem),
+          lower_(smem.lower[index]),
+          beta_(smem.beta[index]),
+          lane_(threadIdx.x % 32),
+          index_(index) {}
 
     __device__ __forceinline__ void run() {
         uint32_t next_beta = load_chunk_beta(index_);
@@ -53,15 +58,15 @@ class Builder {
         }
     }
 
-   private:
+ private:
     // A lane a token.
     __device__ __forceinline__ uint32_t load_chunk_beta(int chunk) const {
         const int64_t token = int64_t(chunk) * kChunk + lane_;
         return lane_ < kChunk && token < work_.length ? load_beta(params_, work_, token) : 0;
     }
 
-    // Whether the lane holds a diagonal entry of the two diagonal C tiles (rows and columns 0..7, 8..15), and of its two columns
-    // whether the second.
+    // Whether the lane holds a diagonal entry of the two diagonal C tiles (rows and columns 0..7, 8..15), and of its
+    // two columns whether the second.
     __device__ __forceinline__ bool on_diagonal() const { return lane_ / 8 == lane_ % 4; }
     __device__ __forceinline__ bool diagonal_element() const { return lane_ / 4 % 2; }
 
@@ -74,7 +79,8 @@ class Builder {
     __device__ __forceinline__ Products multiply_same_tokens(const Input& input) const {
         float qq[2][4] = {}, kk[2][4] = {}, qk[2][4] = {};
         const int offset = lane_ % 16 * kRowBytes + lane_ / 16 * 16;
-        const uint32_t q_address = ptx::shared_address(input.q) + offset, k_address = ptx::shared_address(input.k) + offset;
+        const uint32_t q_address = ptx::shared_address(input.q) + offset,
+                       k_address = ptx::shared_address(input.k) + offset;
 #pragma unroll 2
         for (int step = 0; step < kHeadDim / 16; ++step) {
             uint32_t q[4], k[4];  // as B operands, registers 0 and 2 are tokens 0..7, 1 and 3 tokens 8..15
@@ -98,7 +104,8 @@ class Builder {
         return products;
     }
 
-    __device__ __forceinline__ void write_scalars(Stage& stage, const Products& products, uint32_t beta_bits, int rows) const {
+    __device__ __forceinline__ void write_scalars(Stage& stage, const Products& products, uint32_t beta_bits,
+                                                  int rows) const {
         if (on_diagonal()) {
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
@@ -135,8 +142,8 @@ class Builder {
         }
     }
 
-    __device__ __forceinline__ void write_squares(const float (&L)[2][4], const float (&P)[2][4], const Products& products,
-                                                  Stage& stage) const {
+    __device__ __forceinline__ void write_squares(const float (&L)[2][4], const float (&P)[2][4],
+                                                  const Products& products, Stage& stage) const {
         const int row = lane_ / 4, column = 2 * (lane_ % 4);
         float q_norm[2], factor[2];
         float2 norm[2];
@@ -150,15 +157,16 @@ class Builder {
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
             for (int n = 0; n <= r; ++n) {  // the upper right tile of P stays zero
-                // Masked by selection: entries above the diagonal may be infinite. On it, in lanes on the diagonal, P is exact where the
-                // product of rounded factors is not.
+                // Masked by selection: entries above the diagonal may be infinite. On it, in lanes on the diagonal, P
+                // is exact where the product of rounded factors is not.
                 const bool below0 = n < r || column < row, below1 = n < r || column + 1 < row;
                 const float p0 = q_norm[r] * (below0 ? P[n][2 * r] : column == row ? products.qk[n] : 0.0f);
                 const float p1 = q_norm[r] * (below1 ? P[n][2 * r + 1] : column + 1 == row ? products.qk[n] : 0.0f);
                 const int at = square_offset(row, column) + 256 * r + 128 * n;
                 const uint32_t high = ptx::pack_bf16(p0, p1);
                 *reinterpret_cast<uint32_t*>(stage.p_high + at) = high;
-                *reinterpret_cast<uint32_t*>(stage.p_low + at) = ptx::pack_bf16(p0 - ptx::bf16_low(high), p1 - ptx::bf16_high(high));
+                *reinterpret_cast<uint32_t*>(stage.p_low + at) =
+                    ptx::pack_bf16(p0 - ptx::bf16_low(high), p1 - ptx::bf16_high(high));
                 // What is not below L's diagonal is never looked at.
                 lower_[8 * n + column][8 * r + row] = factor[r] * norm[n].x * L[n][2 * r];
                 lower_[8 * n + column + 1][8 * r + row] = factor[r] * norm[n].y * L[n][2 * r + 1];
@@ -182,7 +190,8 @@ class Builder {
                 const float scaled[4] = {x[i] * n.x, x[i + 1] * n.y, x[i + 2] * n.z, x[i + 3] * n.w};
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    *reinterpret_cast<uint32_t*>(stage.inverse + word_offset(i + e, column)) = ptx::round_tf32(scaled[e] * beta);
+                    *reinterpret_cast<uint32_t*>(stage.inverse + word_offset(i + e, column)) =
+                        ptx::round_tf32(scaled[e] * beta);
                 }
             }
         }

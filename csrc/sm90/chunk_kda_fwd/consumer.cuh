@@ -2,11 +2,11 @@
 //
 //     U' = inverse' (V - Kd S / |k|)      O = scale/|q| Qd S + P' U'      S <- diag(gamma) (S + Ki^T U')
 //
-// with Kd = k 2^G, Qd = q 2^G, Ki = k 2^-G of raw q and k, U' = U / |k|, and the builders' inverse' and P' which hold the other norms and
-// beta. S^T (64 x 128 fp32, as 2^-A S^T) is two accumulators, one for each half of K. Rounded to bf16 it is the A operand of
-// S^T [Kd; Qd]^T, and U'^T that of the update and of U'^T P'^T: nothing is exchanged between lanes. V - Kd S and the inverse enter their
-// product in tf32, U' and P' theirs as two bf16 terms each. A half of K with steep entries is decayed before its update, by
-// k 2^(G_last - G), instead of after it.
+// with Kd = k 2^G, Qd = q 2^G, Ki = k 2^-G of raw q and k, U' = U / |k|, and the builders' inverse' and P' which hold
+// the other norms and beta. S^T (64 x 128 fp32, as 2^-A S^T) is two accumulators, one for each half of K. Rounded to
+// bf16 it is the A operand of S^T [Kd; Qd]^T, and U'^T that of the update and of U'^T P'^T: nothing is exchanged
+// between lanes. V - Kd S and the inverse enter their product in tf32, U' and P' theirs as two bf16 terms each. A half
+// of K with steep entries is decayed before its update, by k 2^(G_last - G), instead of after it.
 #pragma once
 
 #include "common/sequence.cuh"
@@ -20,14 +20,20 @@
 namespace kda::sm90 {
 
 class Consumer {
-   public:
+ public:
     // `warp`: of the eight that share V, 16 columns each.
     __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, const Segment& segment, const Work& work,
-                                         SharedMemory& smem, int warp)
-        : params_(params), segment_(segment), work_(work), smem_(smem), lane_(threadIdx.x % 32), warp_(warp),
+                                        SharedMemory& smem, int warp)
+        : params_(params),
+          segment_(segment),
+          work_(work),
+          smem_(smem),
+          lane_(threadIdx.x % 32),
+          warp_(warp),
           values_(row_address(params.v, work, lane_ / 2, work.v_head) + 32 * warp + 16 * (lane_ % 2)),
           output_(static_cast<__nv_bfloat16*>(params.o) +
-                  ((work.output_row + lane_ / 2) * params.num_v_heads + work.v_head) * kHeadDim + 16 * warp + 8 * (lane_ % 2)) {}
+                  ((work.output_row + lane_ / 2) * params.num_v_heads + work.v_head) * kHeadDim + 16 * warp +
+                  8 * (lane_ % 2)) {}
 
     __device__ __forceinline__ void run() {
         for (int chunk = 0; chunk < kValues - 1; ++chunk) load_values(chunk, chunk);
@@ -43,7 +49,7 @@ class Consumer {
         store_state();
     }
 
-   private:
+ private:
     // Row of the state's V, column of its K, of register i of half h.
     __device__ __forceinline__ int value_of(int i) const { return 16 * warp_ + lane_ / 4 + 8 * (i / 2 % 2); }
     __device__ __forceinline__ int key_of(int h, int i) const { return 64 * h + 8 * (i / 4) + 2 * (lane_ % 4) + i % 2; }
@@ -56,23 +62,33 @@ class Consumer {
         if (inner && params_.pass == Pass::kReplay) {
             source = segment_map(params_, segment_.sequence, segment_.index - 1, segment_.v_head, 1);
         }
+        // A loop for each case, so that its loads are under way together.
         const bool v_first = inner || params_.state_v_first;
+        if (source && v_first) {
+            for_pairs([&](int value, int key, float& x, float& y) {
+                const float2 pair = *reinterpret_cast<const float2*>(source + value * kHeadDim + key);
+                x = pair.x, y = pair.y;
+            });
+        } else if (source) {
+            for_pairs([&](int value, int key, float& x, float& y) {
+                x = source[key * kHeadDim + value], y = source[(key + 1) * kHeadDim + value];
+            });
+        } else {
+            const float diagonal = segment_.is_map ? 1.0f : 0.0f;
+            for_pairs([&](int value, int key, float& x, float& y) {
+                x = value == key ? diagonal : 0.0f, y = value == key + 1 ? diagonal : 0.0f;
+            });
+        }
+        for_pairs([&](int, int, float& x, float& y) { x *= kAnchorInverse, y *= kAnchorInverse; });
+    }
+
+    // Calls f(column of V, column of K, state there, state at the next column of K) for all pairs that the lane holds.
+    template <typename F>
+    __device__ __forceinline__ void for_pairs(const F& f) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
-            for (int i = 0; i < 32; i += 2) {
-                float2 pair = make_float2(0.0f, 0.0f);
-                if (source && v_first) {
-                    pair = *reinterpret_cast<const float2*>(source + value_of(i) * kHeadDim + key_of(h, i));
-                } else if (source) {
-                    pair = make_float2(source[key_of(h, i) * kHeadDim + value_of(i)],
-                                       source[key_of(h, i + 1) * kHeadDim + value_of(i)]);
-                } else if (segment_.is_map) {
-                    pair = make_float2(value_of(i) == key_of(h, i), value_of(i) == key_of(h, i + 1));
-                }
-                state_[h][i] = pair.x * kAnchorInverse;
-                state_[h][i + 1] = pair.y * kAnchorInverse;
-            }
+            for (int i = 0; i < 32; i += 2) f(value_of(i), key_of(h, i), state_[h][i], state_[h][i + 1]);
         }
     }
 
@@ -86,18 +102,15 @@ class Consumer {
         }
         if (!target) return;
         const bool v_first = inner || params_.state_v_first;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-            for (int i = 0; i < 32; i += 2) {
-                const float x = state_[h][i] * kAnchorScale, y = state_[h][i + 1] * kAnchorScale;
-                if (v_first) {
-                    *reinterpret_cast<float2*>(target + value_of(i) * kHeadDim + key_of(h, i)) = make_float2(x, y);
-                } else {
-                    target[key_of(h, i) * kHeadDim + value_of(i)] = x;
-                    target[key_of(h, i + 1) * kHeadDim + value_of(i)] = y;
-                }
-            }
+        for_pairs([&](int, int, float& x, float& y) { x *= kAnchorScale, y *= kAnchorScale; });
+        if (v_first) {
+            for_pairs([&](int value, int key, float x, float y) {
+                *reinterpret_cast<float2*>(target + value * kHeadDim + key) = make_float2(x, y);
+            });
+        } else {
+            for_pairs([&](int value, int key, float x, float y) {
+                target[key * kHeadDim + value] = x, target[(key + 1) * kHeadDim + value] = y;
+            });
         }
     }
 
@@ -145,7 +158,8 @@ class Consumer {
         ptx::mbarrier_wait(&smem_.built[stage_index], stage_parity);
         float2 k_norm[2];
 #pragma unroll
-        for (int n = 0; n < 2; ++n) k_norm[n] = *reinterpret_cast<const float2*>(&stage.k_norm[2 * (lane_ % 4) + 8 * n]);
+        for (int n = 0; n < 2; ++n)
+            k_norm[n] = *reinterpret_cast<const float2*>(&stage.k_norm[2 * (lane_ % 4) + 8 * n]);
         ptx::wgmma_wait<0>();
 
         // (V - Kd S / |k|)^T, of which 8 tokens are an A operand whose k are the even tokens before the odd ones
@@ -166,7 +180,8 @@ class Consumer {
         ptx::wgmma_fence();
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            ptx::wgmma_m64n16k8_tf32(u, remainder[n], ptx::operand_words(inverse, 2 * n * kWordColumnBytes, kWordColumnBytes), n > 0);
+            ptx::wgmma_m64n16k8_tf32(u, remainder[n],
+                                     ptx::operand_words(inverse, 2 * n * kWordColumnBytes, kWordColumnBytes), n > 0);
         }
         ptx::wgmma_commit();
         float2 gamma[2][8];  // ahead of their use
@@ -220,10 +235,10 @@ class Consumer {
         }
     }
 
-    // O = P' U' + scale/|q| Qd S. Transposes the warp's 16 tokens x 16 values in the place of its v, then writes whole 32-byte
-    // sectors.
-    __device__ __forceinline__ void store_output(int chunk, const float* inside, const float* from_state, const Stage& stage,
-                                                 uint8_t* values) {
+    // O = P' U' + scale/|q| Qd S. Transposes the warp's 16 tokens x 16 values in the place of its v, then writes whole
+    // 32-byte sectors.
+    __device__ __forceinline__ void store_output(int chunk, const float* inside, const float* from_state,
+                                                 const Stage& stage, uint8_t* values) {
         uint32_t packed[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -238,7 +253,8 @@ class Consumer {
         __syncwarp();
         const int token = lane_ / 2;
         if (chunk * kChunk + token < work_.length) {
-            *reinterpret_cast<uint4*>(output_) = *reinterpret_cast<const uint4*>(tile + token * kRowBytes + 16 * (lane_ % 2));
+            *reinterpret_cast<uint4*>(output_) =
+                *reinterpret_cast<const uint4*>(tile + token * kRowBytes + 16 * (lane_ % 2));
         }
         output_ += int64_t(kChunk) * params_.num_v_heads * kHeadDim;
     }

@@ -1,7 +1,8 @@
 // Joins segments: S_0 = state leaving the first, S_i = M_i S_{i-1} + B_i for the inner ones, in fp32, as transposes.
 //
-// A block owns kRows rows of S^T (columns of V) of one (sequence, value head) and walks its segments; S_i^T replaces B_i^T. Each M is
-// copied to shared memory while the one before it is multiplied, since the walk is a chain that would wait for every load.
+// A block owns kRows rows of S^T (columns of V) of one (sequence, value head) and walks its segments; S_i^T replaces
+// B_i^T. Each M is copied to shared memory while the one before it is multiplied, since the walk is a chain that would
+// wait for every load.
 #include "common/sequence.cuh"
 #include "ptx/cp_async.cuh"
 #include "sm90/chunk_kda_fwd/launch.h"
@@ -21,7 +22,8 @@ struct JoinMemory {
 __device__ __forceinline__ void copy_map(float (&target)[kHeadDim][kHeadDim], const float* source) {
     const uint32_t address = ptx::shared_address(target);
 #pragma unroll 8
-    for (int i = threadIdx.x; i < kHeadDim * kHeadDim / 4; i += kThreads) ptx::cp_async_16(address + 16 * i, source + 4 * i, true);
+    for (int i = threadIdx.x; i < kHeadDim * kHeadDim / 4; i += kThreads)
+        ptx::cp_async_16(address + 16 * i, source + 4 * i, true);
 }
 
 __global__ void __launch_bounds__(kThreads, 1) join_segments_kernel(const __grid_constant__ ChunkKdaFwdParams params) {
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__(kThreads, 1) join_segments_kernel(const __grid
         for (int r = 0; r < kRowsOfThread; ++r) sum[r] = leaving[(first_row + r) * kHeadDim + key];
         ptx::cp_async_wait<1>();
         __syncthreads();  // this M and the state are there
-        const float(&M)[kHeadDim][kHeadDim] = smem.M[index % 2];
+        const float (&M)[kHeadDim][kHeadDim] = smem.M[index % 2];
 #pragma unroll 8
         for (int j = 0; j < kHeadDim; j += 4) {
             const float m[4] = {M[j][key], M[j + 1][key], M[j + 2][key], M[j + 3][key]};

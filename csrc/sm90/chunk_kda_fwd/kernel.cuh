@@ -1,8 +1,9 @@
 // Hopper KDA forward (sm_90a: wgmma, asynchronous copies, mbarriers), chunk 16, K = V = 128.
 //
-// One block owns one (sequence, value head), a segment of it, or half of its V. A loader warp brings raw chunks into shared memory;
-// scaler warps (scaler.cuh) decay q and k; builder warps (builder.cuh) make the 16 x 16 factors; consumer warpgroups (consumer.cuh) run
-// the recurrence with the state in fp32 registers. Each role works chunks ahead of the next, and factors never go through global memory.
+// One block owns one (sequence, value head), a segment of it, or half of its V. A loader warp brings raw chunks into
+// shared memory; scaler warps (scaler.cuh) decay q and k; builder warps (builder.cuh) make the 16 x 16 factors;
+// consumer warpgroups (consumer.cuh) run the recurrence with the state in fp32 registers. Each role works chunks ahead
+// of the next, and factors never go through global memory.
 #pragma once
 
 #include "ptx/wgmma.cuh"
@@ -66,8 +67,10 @@ __global__ void __launch_bounds__(Roles<kValueSplit>::kThreads, 1)
         Scaler<GateT>(params, work, smem, warp).run();
     } else {
         ptx::shrink_registers<kHelperRegisters>();
-        if (warp == 0) load_chunks<GateT>(params, work, smem);
-        else Builder(params, work, smem, warp - 1).run();
+        if (warp == 0)
+            load_chunks<GateT>(params, work, smem);
+        else
+            Builder(params, work, smem, warp - 1).run();
     }
 }
 

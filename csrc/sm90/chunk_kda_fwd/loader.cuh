@@ -9,13 +9,16 @@ namespace kda::sm90 {
 
 // One lane's part of the rows of one input.
 class RowLoader {
-   public:
+ public:
     // Rows of `row_bytes`.
     __device__ __forceinline__ RowLoader(const Rows& rows, const Work& work, int head, int row_bytes, int lane)
-        : stride_(rows.token_bytes), first_row_(lane / (row_bytes / 16)), column_(lane % (row_bytes / 16) * 16),
+        : stride_(rows.token_bytes),
+          first_row_(lane / (row_bytes / 16)),
+          column_(lane % (row_bytes / 16) * 16),
           source_(row_address(rows, work, first_row_, head) + column_) {}
 
-    // Copies the next chunk, its rows past the sequence's end as zeros; the second half of each row begins at kSecondHalf.
+    // Copies the next chunk, its rows past the sequence's end as zeros; the second half of each row begins at
+    // kSecondHalf.
     template <int kRowBytes, int kPitch, int kSecondHalf = kRowBytes / 2>
     __device__ __forceinline__ void load(void* shared, int rows) {
         constexpr int kStep = 32 * 16 / kRowBytes;  // rows a pass
@@ -30,7 +33,7 @@ class RowLoader {
         source_ = source;
     }
 
-   private:
+ private:
     const int64_t stride_;
     const int first_row_, column_;
     const char* source_;

@@ -1,4 +1,5 @@
-// Orders packed sequences by length, longest first, so that a long one does not begin when the device is about to be done.
+// Orders packed sequences by length, longest first, so that a long one does not begin when the device is about to be
+// done.
 #include "common/sequence.cuh"
 #include "sm90/chunk_kda_fwd/launch.h"
 
@@ -7,10 +8,12 @@ namespace kda::sm90 {
 namespace {
 
 // A thread a sequence: its rank is the number of those before it.
-__global__ void __launch_bounds__(kMaxRankedSequences) rank_sequences_kernel(const __grid_constant__ ChunkKdaFwdParams params) {
+__global__ void __launch_bounds__(kMaxRankedSequences)
+    rank_sequences_kernel(const __grid_constant__ ChunkKdaFwdParams params) {
     __shared__ int lengths[kMaxRankedSequences];
     const int sequences = int(params.num_sequences), own = threadIdx.x;
-    if (own < sequences) lengths[own] = int(max(sequence_border(params, own + 1) - sequence_border(params, own), int64_t(0)));
+    if (own < sequences)
+        lengths[own] = int(max(sequence_border(params, own + 1) - sequence_border(params, own), int64_t(0)));
     __syncthreads();
     if (own >= sequences) return;
     int rank = 0;

@@ -16,10 +16,16 @@ namespace kda::sm90 {
 
 template <typename GateT>
 class Scaler {
-   public:
+ public:
     __device__ __forceinline__ Scaler(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem, int warp)
-        : params_(params), work_(work), smem_(smem), lane_(threadIdx.x % 32), half_(warp % 2), pair_(warp / 2),
-          gate_{Gate(params, work.v_head, 64 * half_ + 2 * lane_), Gate(params, work.v_head, 64 * half_ + 2 * lane_ + 1)} {}
+        : params_(params),
+          work_(work),
+          smem_(smem),
+          lane_(threadIdx.x % 32),
+          half_(warp % 2),
+          pair_(warp / 2),
+          gate_{Gate(params, work.v_head, 64 * half_ + 2 * lane_),
+                Gate(params, work.v_head, 64 * half_ + 2 * lane_ + 1)} {}
 
     __device__ __forceinline__ void run() {
         for (int chunk = pair_; chunk < work_.steps; chunk += 2) {
@@ -29,7 +35,9 @@ class Scaler {
             const int rows = min(work_.length - chunk * kChunk, kChunk);
             switch (params_.gate_mode) {
                 case GateMode::kGiven: scale<GateMode::kGiven>(smem_.input[slot], smem_.stage[stage], rows); break;
-                case GateMode::kSoftplus: scale<GateMode::kSoftplus>(smem_.input[slot], smem_.stage[stage], rows); break;
+                case GateMode::kSoftplus:
+                    scale<GateMode::kSoftplus>(smem_.input[slot], smem_.stage[stage], rows);
+                    break;
                 default: scale<GateMode::kBounded>(smem_.input[slot], smem_.stage[stage], rows);
             }
             ptx::fence_async_proxy();
@@ -41,9 +49,9 @@ class Scaler {
         }
     }
 
-   private:
-    // Rows unrolled together: enough to overlap their exponentials, and the period of the tiles' swizzle. All sixteen would only
-    // crowd the instruction cache.
+ private:
+    // Rows unrolled together: enough to overlap their exponentials, and the period of the tiles' swizzle. All sixteen
+    // would only crowd the instruction cache.
     static constexpr int kRows = 8;
     static_assert(kChunk % kRows == 0);
 
@@ -63,10 +71,11 @@ class Scaler {
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 // Sums only fall, unless a given gate is positive, so that the steepest is the last.
-                if (kMode == GateMode::kGiven || i == kRows - 1) steep = steep | is_steep(sum[i].x) | is_steep(sum[i].y);
+                if (kMode == GateMode::kGiven || i == kRows - 1)
+                    steep = steep | is_steep(sum[i].x) | is_steep(sum[i].y);
                 const float2 exponent = make_float2(sum[i].x + kAnchor, sum[i].y + kAnchor);
-                store(stage, first, i, x[i], ptx::exp2_approx(exponent.x), ptx::exp2_approx(exponent.y), ptx::exp2_approx(-exponent.x),
-                      ptx::exp2_approx(-exponent.y));
+                store(stage, first, i, x[i], ptx::exp2_approx(exponent.x), ptx::exp2_approx(exponent.y),
+                      ptx::exp2_approx(-exponent.x), ptx::exp2_approx(-exponent.y));
             }
         }
         *reinterpret_cast<float2*>(&stage.gamma[channel()]) = make_float2(ptx::exp2_approx(G.x), ptx::exp2_approx(G.y));
@@ -76,8 +85,8 @@ class Scaler {
         if (lane_ == 0) stage.steep[half_] = half_steep, stage.felt[half_] = felt;
     }
 
-    // Once more, with G_last known: steep entries leave the products, k gets its decay to the end of the chunk, and G takes the
-    // place of g. Returns whether a pair of tokens that the products left out is not forgotten altogether.
+    // Once more, with G_last known: steep entries leave the products, k gets its decay to the end of the chunk, and G
+    // takes the place of g. Returns whether a pair of tokens that the products left out is not forgotten altogether.
     template <GateMode kMode>
     __device__ __forceinline__ bool scale_steep(Input& input, Stage& stage, int rows, float2 last) const {
         float2 G = make_float2(0.0f, 0.0f), least = make_float2(INFINITY, INFINITY);
@@ -93,10 +102,11 @@ class Scaler {
                 const Operands x = load(input, first, i);
                 const bool steep0 = is_steep(sum[i].x), steep1 = is_steep(sum[i].y);
                 const float2 exponent = make_float2(sum[i].x + kAnchor, sum[i].y + kAnchor);
-                store(stage, first, i, x, steep0 ? 0.0f : ptx::exp2_approx(exponent.x), steep1 ? 0.0f : ptx::exp2_approx(exponent.y),
-                      steep0 ? 0.0f : ptx::exp2_approx(-exponent.x), steep1 ? 0.0f : ptx::exp2_approx(-exponent.y));
-                *reinterpret_cast<uint32_t*>(stage.k_restored[half_] + 128 * first + offset(i)) =
-                    ptx::pack_bf16(x.k0 * ptx::exp2_approx(last.x - exponent.x), x.k1 * ptx::exp2_approx(last.y - exponent.y));
+                store(stage, first, i, x, steep0 ? 0.0f : ptx::exp2_approx(exponent.x),
+                      steep1 ? 0.0f : ptx::exp2_approx(exponent.y), steep0 ? 0.0f : ptx::exp2_approx(-exponent.x),
+                      steep1 ? 0.0f : ptx::exp2_approx(-exponent.y));
+                *reinterpret_cast<uint32_t*>(stage.k_restored[half_] + 128 * first + offset(i)) = ptx::pack_bf16(
+                    x.k0 * ptx::exp2_approx(last.x - exponent.x), x.k1 * ptx::exp2_approx(last.y - exponent.y));
                 *reinterpret_cast<float2*>(&input.g[decay_index(first + i, channel())]) = sum[i];
                 met0 |= steep0, met1 |= steep1;
                 felt |= met0 && !(sum[i].x - least.x <= kForgotten);  // true for NaN
@@ -117,13 +127,17 @@ class Scaler {
 
     // sum[i] = G + the log2 gates of rows first .. first + i.
     template <GateMode kMode>
-    __device__ __forceinline__ void sum_gates(float2 (&sum)[kRows], float2 G, const Input& input, int first, int rows) const {
-        if (__builtin_expect(rows == kChunk, true)) sum_gates<kMode, false>(sum, G, input, first, rows);
-        else sum_gates<kMode, true>(sum, G, input, first, rows);
+    __device__ __forceinline__ void sum_gates(float2 (&sum)[kRows], float2 G, const Input& input, int first,
+                                              int rows) const {
+        if (__builtin_expect(rows == kChunk, true))
+            sum_gates<kMode, false>(sum, G, input, first, rows);
+        else
+            sum_gates<kMode, true>(sum, G, input, first, rows);
     }
 
     template <GateMode kMode, bool kEnds>
-    __device__ __forceinline__ void sum_gates(float2 (&sum)[kRows], float2 G, const Input& input, int first, int rows) const {
+    __device__ __forceinline__ void sum_gates(float2 (&sum)[kRows], float2 G, const Input& input, int first,
+                                              int rows) const {
         const GateT* raw = reinterpret_cast<const GateT*>(input.g + first * kHeadDim + 64 * half_) + 2 * lane_;
         constexpr int kPitch = kHeadDim * 4 / int(sizeof(GateT));
 #pragma unroll
@@ -139,8 +153,9 @@ class Scaler {
         }
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const float factor = !kEnds || first + i < rows ? gate_[0].factor : 0.0f;  // tokens that do not exist forget nothing
-            if constexpr (kMode == GateMode::kBounded) {  // the bound is above kForgetAll: see launch
+            const float factor =
+                !kEnds || first + i < rows ? gate_[0].factor : 0.0f;  // tokens that do not exist forget nothing
+            if constexpr (kMode == GateMode::kBounded) {              // the bound is above kForgetAll: see launch
                 G = make_float2(G.x + factor * sum[i].x, G.y + factor * sum[i].y);
             } else {
                 G = make_float2(G.x + ptx::max_nan(factor * sum[i].x, kForgetAll),
@@ -152,7 +167,8 @@ class Scaler {
 
     __device__ __forceinline__ Operands load(const Input& input, int first, int i) const {
         const int at = (first + i) * kRowBytes + 2 * channel();
-        const uint32_t q = *reinterpret_cast<const uint32_t*>(input.q + at), k = *reinterpret_cast<const uint32_t*>(input.k + at);
+        const uint32_t q = *reinterpret_cast<const uint32_t*>(input.q + at),
+                       k = *reinterpret_cast<const uint32_t*>(input.k + at);
         return {ptx::bf16_low(q), ptx::bf16_high(q), ptx::bf16_low(k), ptx::bf16_high(k)};
     }
 

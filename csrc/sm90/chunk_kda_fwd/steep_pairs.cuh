@@ -1,9 +1,10 @@
-// The part of L and P that the products of decayed operands leave out: pairs of tokens of which either is steep in a channel.
+// The part of L and P that the products of decayed operands leave out: pairs of tokens of which either is steep in a
+// channel.
 //
 //     L_ij += k_i k_j 2^(G_i - G_j)      P_ij += q_i k_j 2^(G_i - G_j)
 //
-// one by one in fp32, where 2^(G_i - G_j) <= 1 cannot overflow. Pairs between which everything is forgotten are left out, each by itself:
-// were that decided for several at once, a later token could bring an earlier pair back.
+// one by one in fp32, where 2^(G_i - G_j) <= 1 cannot overflow. Pairs between which everything is forgotten are left
+// out, each by itself: were that decided for several at once, a later token could bring an earlier pair back.
 #pragma once
 
 #include "ptx/math.cuh"
@@ -12,7 +13,7 @@
 namespace kda::sm90 {
 
 class SteepPairs {
-   public:
+ public:
     __device__ __forceinline__ SteepPairs(const Stage& stage, const Input& input)
         : stage_(stage), input_(input), row_(threadIdx.x % 32 / 4), column_(2 * (threadIdx.x % 4)) {}
 
@@ -27,7 +28,7 @@ class SteepPairs {
         }
     }
 
-   private:
+ private:
     __device__ __forceinline__ void add_channels(float (&L)[2][4], float (&P)[2][4], int channel) const {
         float G_i[2][4], k_i[2][4], q_i[2][4];
 #pragma unroll

@@ -2,6 +2,8 @@
 
 namespace kda::sm80 {
 
-cudaError_t launch_gate_bf16(const ChunkKdaFwdParams& params, cudaStream_t stream) { return launch<__nv_bfloat16>(params, stream); }
+cudaError_t launch_gate_bf16(const ChunkKdaFwdParams& params, cudaStream_t stream) {
+    return launch<__nv_bfloat16>(params, stream);
+}
 
 }  // namespace kda::sm80

@@ -2,6 +2,8 @@
 
 namespace kda::sm80 {
 
-cudaError_t launch_gate_fp32(const ChunkKdaFwdParams& params, cudaStream_t stream) { return launch<float>(params, stream); }
+cudaError_t launch_gate_fp32(const ChunkKdaFwdParams& params, cudaStream_t stream) {
+    return launch<float>(params, stream);
+}
 
 }  // namespace kda::sm80
