@@ -6,7 +6,7 @@
     python scripts/gpu_check.py --source-hash                   the hash of csrc/ and the package; needs no torch
 
 Runs tests/gpu once for each kernel that runs on the GPU, file by file as groups, then the full comparison of
-scripts/parity.py, in one process. The record is {source_sha256, gpu, versions, groups: {name: {passed, failed,
+scripts/parity.py (of which tests/gpu/test_parity.py has the callers' forms too, left out here), in one process. The record is {source_sha256, gpu, versions, groups: {name: {passed, failed,
 skipped}}, counts: {name: number}, faults: [kind], seconds, complete}; it is rewritten after each group, so that a run
 that is cut short leaves what it had. Exits with 1 when anything failed or nothing passed.
 
@@ -27,6 +27,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 HASHED_FOLDERS = ("csrc", "fla_kda_backend")
+# The same cases, bounds and checks as the table of scripts/parity.py, which finds the exact result once for both kernels.
+IN_THE_TABLE = "tests/gpu/test_parity.py::test_caller_form_is_served_and_matches_the_recurrence"
 # Kept back for what follows the last group.
 RESERVE_SECONDS = 15
 
@@ -245,7 +247,7 @@ def main() -> int:
     print(json.dumps(facts, indent=2), flush=True)
     record = Record(options.json, facts)
     arguments = [str(ROOT / "tests" / "gpu"), "-q", "--tb=short", "--no-header", "-p", "no:cacheprovider"]
-    arguments += ["-m", options.only] if options.only else []
+    arguments += ["-m", options.only] if options.only else ["--deselect", IN_THE_TABLE]
     for path in kernel_paths():
         plugin = GroupCounter(record, f"{options.only}/{path}" if options.only else path)
         with environment("FLA_KDA_FORCE", path):
