@@ -137,12 +137,8 @@ class Record:
         return counts["failed"] > 0 or counts["passed"] == 0
 
     def write(self, complete: bool = False) -> None:
-        groups = {
-            name: {outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")}
-            for name, counts in self.groups.items()
-        }
         record = self.facts | {
-            "groups": groups,
+            "groups": outcomes_of(self.groups),
             "counts": dict(self.counts) | {"fault kinds": len(self.faults)},
             "faults": sorted(self.faults),
             "seconds": round(self.seconds(), 1),
@@ -156,6 +152,14 @@ class Record:
             print(f"{name:36s} {outcomes}")
         for name, number in self.counts.items():
             print(f"{name:36s} {number:5d}")
+
+
+def outcomes_of(groups: dict[str, Counter]) -> dict[str, dict[str, int]]:
+    """The groups of a record, each with all three outcomes."""
+    return {
+        name: {outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")}
+        for name, counts in groups.items()
+    }
 
 
 def write_json(record: dict, path: Path) -> None:

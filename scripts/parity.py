@@ -30,12 +30,13 @@ import torch  # noqa: E402
 import fla_kda_backend  # noqa: E402
 from tests.kdakit import accuracy, cases, compare  # noqa: E402
 from tests.kdakit.run import (  # noqa: E402
+    copies_of_inputs,
     environment,
     kernel_paths,
     run_exactly,
     run_on_fla,
     run_on_kernels,
-    same_bits,
+    written_to,
 )
 
 DEVICE = "cuda"
@@ -110,7 +111,7 @@ def compare_case(case: cases.Case, heads: int, tokens: int, fla: Fla | None) -> 
 def compare_path(case: cases.Case, call: cases.BuiltCall, exact: tuple, path: str) -> dict:
     """What one of our kernels makes of a call: the path that ran, its errors, and whether they are within bounds, rows
     of no sequence zero, and inputs as they were."""
-    inputs = {name: x.clone() for name, x in call.arguments.items() if isinstance(x, torch.Tensor)}
+    copies = copies_of_inputs(call.arguments)
     compare.poison_cuda_memory(DEVICE, megabytes=64)
     try:
         with environment("FLA_KDA_FORCE", path):
@@ -123,7 +124,7 @@ def compare_path(case: cases.Case, call: cases.BuiltCall, exact: tuple, path: st
     error_o, error_state = errors_of(result, exact, call.covered)
     passed = error_o <= tolerance.o and (error_state is None or error_state <= tolerance.state)
     passed = passed and not result[0][:, call.covered :].any().item()
-    passed = passed and all(same_bits(x, call.arguments[name]) for name, x in inputs.items())
+    passed = passed and not written_to(call.arguments, copies)
     return {"path": path, "error_o": error_o, "error_state": error_state, "passed": passed}
 
 

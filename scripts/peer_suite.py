@@ -20,7 +20,6 @@ than it should, with 2 where the suite cannot be run.
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 import tempfile
@@ -31,6 +30,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "scripts"))
+
+import gpu_check  # noqa: E402
 
 FILES = ("tests/ops/test_kda.py", "tests/models/test_modeling_kda.py")
 # What we serve (their tests of FlashKDA), what is refused, and what is declined: intermediate states, fp16, gradients.
@@ -207,11 +208,7 @@ def make_record(facts: dict, recorder: Recorder, ours: set[str], complete: bool)
         ],
         "calls": dict(calls),
         "wrong": recorder.wrong,
-        "groups": {
-            name: {outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")}
-            for name, counts in groups.items()
-        }
-        | {"peer/paths of calls": wrongly},
+        "groups": gpu_check.outcomes_of(groups) | {"peer/paths of calls": wrongly},
         "counts": {
             "peer tests passed": sum(counts["passed"] for counts in groups.values()),
             "peer calls served": calls.total() - calls["triton"],
@@ -251,7 +248,6 @@ def main() -> int:
 
 
 def run(options, source: Path, folder: Path, fla) -> int:
-    import gpu_check
     import torch
 
     import fla_kda_backend
@@ -277,8 +273,7 @@ def run(options, source: Path, folder: Path, fla) -> int:
     ours = held_against_us(recorder, source, folder)
     facts["seconds"] = round(time.monotonic() - began, 1)
     record = make_record(facts, recorder, ours, complete=status in (0, 1))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(record, indent=1) + "\n")
+    gpu_check.write_json(record, options.json)
 
     for entry in record["tests"]:
         print(f"{entry['outcome']:22s} {entry['seconds']:6.1f} s {entry['calls']} {entry['test']}")

@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import gpu_check  # noqa: E402
+
 # What each tool is given beside its name. Errors that CUDA's functions return are PyTorch's business: it asks for
 # things that may not be there. Ours reach the caller as exceptions.
 TOOLS = {
@@ -294,10 +296,7 @@ def summarise(facts: dict, tools: dict[str, dict], rows: list[dict], complete: b
     return facts | {
         "tools": tools,
         "rows": rows,
-        "groups": {
-            name: {outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")}
-            for name, counts in groups.items()
-        },
+        "groups": gpu_check.outcomes_of(groups),
         "counts": {
             "sanitizer tools": sum(result["status"] == "finished" for result in tools.values()),
             "sanitizer cases": sum(row["status"] in ("clean", "errors") for row in rows),
@@ -338,7 +337,6 @@ def main() -> int:
     if options.worker is not None:
         return work([tuple(pair) for pair in json.loads(options.worker)])
 
-    import gpu_check
     import torch
 
     from tests.conftest import reason_without_kernels
@@ -364,8 +362,7 @@ def main() -> int:
         tools[tool] = judge_tool(output, returncode, seconds, some)
         rows += some
         record = summarise(facts, tools, rows, complete=tool == wanted[-1])
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        gpu_check.write_json(record, options.json)
         print(f"  {tools[tool]}", flush=True)
         for row in some:
             if row["status"] != "clean" or row["warnings"]:

@@ -63,6 +63,16 @@ def test_a_later_mild_gate_brings_back_nothing_that_was_forgotten():
     assert same_bits(o[:, :8], changed[:, :8]), "gates from token 8 on changed the past"
 
 
+def run_in_parts(arguments: dict, borders: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, final_state) of a prompt that is cut at `borders`, with the state carried from part to part."""
+    parts, state = [], arguments.get("initial_state")
+    for start, end in zip((0, *borders), (*borders, arguments["q"].shape[1]), strict=True):
+        part = cases.with_tokens(arguments, slice(start, end)) | {"initial_state": state}
+        o, state = run_on_kernels(part)
+        parts.append(o)
+    return torch.cat(parts, dim=1), state
+
+
 @pytest.mark.parametrize("name", ["1-kimi-linear", "3-kimi-k3", "5-fla-default"])
 @pytest.mark.parametrize("gate", ["randn", "long-memory", "trained"])
 @pytest.mark.parametrize("borders", [(1024,), (512, 1024, 1536), (7, 100, 1999)], ids=str)
@@ -71,14 +81,7 @@ def test_a_prompt_in_parts_with_the_state_carried_agrees_with_one_call(name, gat
     arguments = cases.build(case, tokens=2048, heads=2, device=DEVICE, seed=12).arguments
     whole_o, whole_state = run_on_kernels(arguments)
 
-    parts, state = [], arguments.get("initial_state")
-    for start, end in zip((0, *borders), (*borders, 2048), strict=True):
-        part = dict(arguments, initial_state=state)
-        for tensor in ("q", "k", "v", "g", "beta"):
-            part[tensor] = arguments[tensor][:, start:end]
-        o, state = run_on_kernels(part)
-        parts.append(o)
-    split_o = torch.cat(parts, dim=1)
+    split_o, state = run_in_parts(arguments, borders)
 
     exact_o, exact_state = run_exactly(cases.judge_arguments(arguments))
     compare.assert_close(split_o, exact_o, compare.CUDA_FORWARD.o, "o in parts")
@@ -93,16 +96,10 @@ def test_a_prompt_of_32768_tokens_in_four_parts_agrees_with_one_call():
     arguments = cases.build(case, tokens=32768, heads=1, device=DEVICE, seed=13).arguments
     whole_o, whole_state = run_on_kernels(arguments)
 
-    parts, state = [], arguments.get("initial_state")
-    for start in range(0, 32768, 8192):
-        part = dict(arguments, initial_state=state)
-        for tensor in ("q", "k", "v", "g", "beta"):
-            part[tensor] = arguments[tensor][:, start : start + 8192]
-        o, state = run_on_kernels(part)
-        parts.append(o)
+    split_o, state = run_in_parts(arguments, (8192, 16384, 24576))
 
     exact_o, exact_state = run_exactly_in_chunks(cases.judge_arguments(arguments))
-    for what, o, final in (("one call", whole_o, whole_state), ("four parts", torch.cat(parts, dim=1), state)):
+    for what, o, final in (("one call", whole_o, whole_state), ("four parts", split_o, state)):
         compare.assert_close(o, exact_o, compare.CUDA_FORWARD.o, f"o of {what}")
         compare.assert_close(o[:, -1024:], exact_o[:, -1024:], compare.CUDA_FORWARD.o, f"the last rows of {what}")
         compare.assert_close(final, exact_state, compare.CUDA_FORWARD.state, f"final_state of {what}")

@@ -230,9 +230,8 @@ def test_a_graph_that_feeds_its_state_back_is_a_loop_over_the_tokens():
     case = cases.Case(cases.caller("1-kimi-linear"), "dense", "long-memory")
     parts, length = 4, 128
     whole = cases.build(case, tokens=parts * length, heads=4, device=DEVICE, seed=35).arguments
-    tokenwise = ("q", "k", "v", "g", "beta")
     part = dict(whole, initial_state=whole["initial_state"].clone())
-    part |= {name: whole[name][:, :length].clone() for name in tokenwise}
+    part |= {name: whole[name][:, :length].clone() for name in cases.TOKENWISE}
     run_on_kernels(part)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -242,7 +241,7 @@ def test_a_graph_that_feeds_its_state_back_is_a_loop_over_the_tokens():
 
     outputs = []
     for start in range(0, parts * length, length):
-        for name in tokenwise:
+        for name in cases.TOKENWISE:
             part[name].copy_(whole[name][:, start : start + length])
         graph.replay()
         outputs.append(o.clone())

@@ -22,7 +22,6 @@ from tests.kdakit.run import (
 )
 
 K = cases.HEAD_DIM
-TOKENWISE = ("q", "k", "v", "g", "beta")
 
 
 # --- nothing outside is read or written -------------------------------------------------------------------------------
@@ -109,6 +108,18 @@ def random_on_device(seed: int):
     return randn
 
 
+def activated_call(randn, shape: tuple[int, ...]) -> dict:
+    """fp32 gates and beta after their activations, no states; [B, T, H, K] is `shape`."""
+    return dict(
+        q=randn(*shape),
+        k=randn(*shape),
+        v=randn(*shape),
+        g=randn(*shape, dtype=torch.float32).abs_().neg_(),
+        beta=randn(*shape[:3], dtype=torch.float32).sigmoid_(),
+        use_qk_l2norm_in_kernel=True,
+    )
+
+
 @pytest.mark.fault("offsets past 2^31 elements")
 def test_one_sequence_of_a_million_tokens_past_two_to_the_31_elements(record_property):
     # 2^20 tokens x 17 heads x 128 channels; the first and the last head are judged from the first token to the last.
@@ -138,7 +149,7 @@ def test_one_sequence_of_a_million_tokens_past_two_to_the_31_elements(record_pro
 
     for head in judged:
         judge = dict(arguments)
-        for name in TOKENWISE:
+        for name in cases.TOKENWISE:
             judge[name] = arguments[name][:, :, head : head + 1].contiguous()
         judge["A_log"], judge["dt_bias"] = arguments["A_log"][:1], arguments["dt_bias"][:K]
         judge["initial_state"] = arguments["initial_state"][:, head : head + 1]
@@ -158,20 +169,12 @@ def test_a_batch_past_two_to_the_31_elements():
     batch, tokens, heads = 2**31 // (64 * 64 * K) + 3, 64, 64
     needs_memory(45)
     randn = random_on_device(2)
-    shape = (batch, tokens, heads, K)
-    arguments = dict(
-        q=randn(*shape),
-        k=randn(*shape),
-        v=randn(*shape),
-        g=randn(*shape, dtype=torch.float32).abs_().neg_(),
-        beta=randn(*shape[:3], dtype=torch.float32).sigmoid_(),
-        use_qk_l2norm_in_kernel=True,
-    )
+    arguments = activated_call(randn, (batch, tokens, heads, K))
 
     o, _ = run_on_kernels(arguments)
 
     for members in (slice(0, 1), slice(batch - 2, batch)):
-        alone = arguments | {name: arguments[name][members] for name in TOKENWISE}
+        alone = arguments | {name: arguments[name][members] for name in cases.TOKENWISE}
         exact_o, _ = run_exactly(alone)
         compare.assert_close(o[members], exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, f"o of {members}")
 
@@ -183,16 +186,9 @@ def test_more_than_65535_sequences_times_heads_with_states_past_two_to_the_31_el
     assert sequences * heads > 65_535 and sequences * heads * K * K > 2**31
     needs_memory(30)
     randn = random_on_device(3)
-    shape = (1, sequences * length, heads, K)
-    arguments = dict(
-        q=randn(*shape),
-        k=randn(*shape),
-        v=randn(*shape),
-        g=randn(*shape, dtype=torch.float32).abs_().neg_(),
-        beta=randn(*shape[:3], dtype=torch.float32).sigmoid_(),
+    arguments = activated_call(randn, (1, sequences * length, heads, K)) | dict(
         initial_state=randn(sequences, heads, K, K, dtype=torch.float32),
         output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
         state_v_first=v_first,
     )
     boundaries = torch.arange(sequences + 1, dtype=torch.int32, device=DEVICE) * length
@@ -202,7 +198,7 @@ def test_more_than_65535_sequences_times_heads_with_states_past_two_to_the_31_el
     for first in (0, 32_767, sequences - 5):  # 32 768 sequences of two heads are block 65 536
         some = slice(first, first + 5)
         rows = slice(first * length, (first + 5) * length)
-        alone = arguments | {name: arguments[name][:, rows] for name in TOKENWISE}
+        alone = cases.with_tokens(arguments, rows)
         alone |= {"initial_state": arguments["initial_state"][some], "cu_seqlens": boundaries[:6]}
         exact_o, exact_state = run_exactly(alone)
         compare.assert_close(o[:, rows], exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, f"o from sequence {first} on")

@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu import DEVICE
 from tests.kdakit import cases, compare
-from tests.kdakit.run import run_exactly, run_on_kernels, same_bits
+from tests.kdakit.run import copies_of_inputs, run_exactly, run_on_kernels, written_to
 
 TOKENS = 200
 HEADS = 2
@@ -37,12 +37,12 @@ def check_against_recurrence(call: cases.BuiltCall, tolerance: compare.Tolerance
 @pytest.mark.parametrize("case", list(cases.all_cases()), ids=str)
 def test_caller_form_is_served_and_matches_the_recurrence(case):
     call = cases.build(case, tokens=TOKENS, heads=HEADS, device=DEVICE, seed=seed_of(case))
-    before = {name: value.clone() for name, value in call.arguments.items() if isinstance(value, torch.Tensor)}
+    copies = copies_of_inputs(call.arguments)
     compare.poison_cuda_memory(DEVICE)
 
     check_against_recurrence(call, compare.tolerance_for(case.layout, case.gate))
 
-    written = [name for name, value in before.items() if not same_bits(value, call.arguments[name])]
+    written = written_to(call.arguments, copies)
     assert not written, f"inputs were written to: {written}"
 
 

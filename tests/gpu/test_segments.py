@@ -43,7 +43,7 @@ def test_packed_sequences_in_segments_match_the_recurrence(v_first, with_state):
     total = sum(LENGTHS)
     case = cases.Case(cases.caller("4-fla-safe-gate"), "dense", "long-memory")
     arguments = dict(cases.build(case, tokens=total + 16, heads=HEADS, device=DEVICE, seed=22).arguments)
-    arguments |= {name: arguments[name][:, :total] for name in ("q", "k", "v", "g", "beta")}
+    arguments = cases.with_tokens(arguments, slice(total))
     borders = torch.tensor((0, *LENGTHS), device=DEVICE).cumsum(0)
     states = torch.randn(len(LENGTHS), HEADS, 128, 128, device=DEVICE) if with_state else None
     arguments |= {"cu_seqlens": borders, "initial_state": states, "output_final_state": True, "state_v_first": v_first}
@@ -52,7 +52,7 @@ def test_packed_sequences_in_segments_match_the_recurrence(v_first, with_state):
 
 def test_no_final_state_and_a_tail_in_segments():
     arguments = build("1-kimi-linear", "long-memory", initial_state=None, output_final_state=False)
-    check(arguments | {name: arguments[name][:, :-5] for name in ("q", "k", "v", "g", "beta")})
+    check(cases.with_tokens(arguments, slice(-5)))
 
 
 def test_the_past_ignores_the_future_across_segments():

@@ -56,6 +56,9 @@ class Caller:
         return self.gate in ("softplus", "bounded")
 
 
+# Inputs that are [B, T, ...].
+TOKENWISE = ("q", "k", "v", "g", "beta")
+
 _K3 = dict(gate="bounded", safe_gate=True)
 _FP32 = dict(g_dtype=torch.float32, beta_dtype=torch.float32)
 _OLD_KEYWORD = dict(v_first=True, layout_keyword="transpose_state_layout")
@@ -267,10 +270,15 @@ def build(
     if lengths is not None:
         boundaries = torch.tensor([0, *lengths]).cumsum(0)
         arguments["cu_seqlens"] = boundaries.to(form.cu_seqlens_dtype)
-        for name in ("q", "k", "v", "g", "beta"):
+        for name in TOKENWISE:
             arguments[name][:, covered:] = math.nan
     arguments = {name: to_device(value, device) for name, value in arguments.items()}
     return BuiltCall(arguments, judge_arguments(arguments), covered, lengths)
+
+
+def with_tokens(arguments: dict, rows: slice) -> dict:
+    """The call with a part of its tokens."""
+    return arguments | {name: arguments[name][:, rows] for name in TOKENWISE}
 
 
 def to_device(value, device):

@@ -49,6 +49,15 @@ def run_on_kernels(arguments: dict, path: str | None = None) -> tuple[torch.Tens
     return result
 
 
+def copies_of_inputs(arguments: dict) -> dict[str, torch.Tensor]:
+    return {name: x.clone() for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+
+
+def written_to(arguments: dict, copies: dict[str, torch.Tensor]) -> list[str]:
+    """The inputs that no longer hold the bits of their copies."""
+    return [name for name, copy in copies.items() if not same_bits(copy, arguments[name])]
+
+
 def run_exactly(judge: dict) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final_state) of the recurrence in float64, from which every error is measured."""
     with torch.no_grad():
