@@ -184,3 +184,8 @@ def test_without_a_gpu_the_scripts_say_so_in_one_sentence(script, tmp_path):
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith("no CUDA GPU is visible to torch")
     assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_what_the_table_covers_is_a_test_that_is_there():
+    path, _, name = gpu_check.IN_THE_TABLE.partition("::")
+    assert f"def {name}(" in (ROOT / path).read_text()

@@ -1,5 +1,8 @@
 """Into how many segments is a sequence cut? The rule of the Hopper kernel, for the H200's 132 multiprocessors and others."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from fla_kda_backend import ops
@@ -32,3 +35,9 @@ def test_both_passes_over_segments_fit_the_device_at_once(heads, tokens, multipr
     if segments > 1:
         assert heads * (2 * segments - 3) <= multiprocessors and 2 * heads * (segments - 1) <= multiprocessors
         assert tokens // segments >= ops.MIN_SEGMENT_TOKENS
+
+
+def test_as_many_packed_sequences_are_ordered_as_the_kernel_orders():
+    launch = (Path(__file__).parent.parent / "csrc/sm90/chunk_kda_fwd/launch.h").read_text()
+    (most,) = re.findall(r"constexpr int kMaxRankedSequences = (\d+);", launch)
+    assert ops.MAX_ORDERED_SEQUENCES == int(most)

@@ -98,7 +98,7 @@ SLOW_DECAY = 4096 * 2.0**-25
 
 @pytest.mark.parametrize("per_token", [-1e-6, -3e-5])
 def test_slow_gates_are_not_lost_over_65536_tokens(per_token):
-    # Beside an exponent's anchor of 60 a gate of -1e-6 would vanish, and with it 6 % of what the state should have lost.
+    # Beside an exponent's anchor of 60 a gate of -1e-6 would vanish, and with it the 6 % that the state loses.
     arguments = activated_call(torch.full((1, 65536, 1, cases.HEAD_DIM), per_token))
     arguments |= {"beta": torch.zeros_like(arguments["beta"])}  # nothing is written to the state
 
