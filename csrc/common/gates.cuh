@@ -71,11 +71,8 @@ struct Gate {
 };
 
 __device__ __forceinline__ float activate_beta(float beta, BetaMode mode) {
-    switch (mode) {
-        case BetaMode::kGiven: return beta;
-        case BetaMode::kSigmoid: return sigmoid(beta);
-        default: return 2.0f * sigmoid(beta);
-    }
+    if (mode == BetaMode::kGiven) return beta;
+    return (mode == BetaMode::kSigmoid ? 1.0f : 2.0f) * sigmoid(beta);
 }
 
 }  // namespace kda

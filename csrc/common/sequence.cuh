@@ -12,7 +12,7 @@ struct Work {
     int64_t output_row;   // of the flattened [B * T]
     int64_t state;        // index of the [128, 128] state
     int length;
-    int steps;  // pieces that a kernel takes at once, the last one possibly short
+    int chunks;  // the last one possibly short
     int v_head;
     int qk_head;
 };
@@ -37,8 +37,7 @@ __device__ __forceinline__ int64_t sequence_border(const ChunkKdaFwdParams& para
     return value < 0 ? 0 : (value > params.tokens ? params.tokens : value);
 }
 
-// `step_tokens`: how many tokens the kernel takes at once.
-__device__ __forceinline__ Work locate_work(const ChunkKdaFwdParams& params, int64_t block, int step_tokens) {
+__device__ __forceinline__ Work locate_work(const ChunkKdaFwdParams& params, int64_t block) {
     Work work;
     const int64_t sequence = block / params.num_v_heads;
     work.v_head = int(block - sequence * params.num_v_heads);
@@ -54,7 +53,7 @@ __device__ __forceinline__ Work locate_work(const ChunkKdaFwdParams& params, int
         work.length = int(params.tokens);
     }
     work.output_row = work.batch * params.tokens + work.first_token;
-    work.steps = work.length / step_tokens + (work.length % step_tokens != 0);
+    work.chunks = work.length / kChunk + (work.length % kChunk != 0);
     return work;
 }
 
@@ -81,16 +80,21 @@ __device__ __forceinline__ Segment locate_segment(const ChunkKdaFwdParams& param
     return segment;
 }
 
+// Where the true state is known.
+__device__ __forceinline__ bool has_output(const ChunkKdaFwdParams& params, const Segment& segment) {
+    return params.pass != Pass::kMaps || segment.index == 0;
+}
+
 // The part of a sequence that a segment is; possibly none of it.
-__device__ __forceinline__ Work cut_segment(const ChunkKdaFwdParams& params, const Segment& segment, int step_tokens) {
-    Work work = locate_work(params, segment.sequence * params.num_v_heads + segment.v_head, step_tokens);
+__device__ __forceinline__ Work cut_segment(const ChunkKdaFwdParams& params, const Segment& segment) {
+    Work work = locate_work(params, segment.sequence * params.num_v_heads + segment.v_head);
     if (params.pass == Pass::kWhole) return work;
-    const int steps = (work.steps + params.segments - 1) / params.segments;
-    const int first = min(segment.index * steps, work.steps);
-    work.steps = min(steps, work.steps - first);
-    work.first_token += int64_t(first) * step_tokens;
-    work.output_row += int64_t(first) * step_tokens;
-    work.length = min(work.length - first * step_tokens, work.steps * step_tokens);
+    const int chunks = (work.chunks + params.segments - 1) / params.segments;
+    const int first = min(segment.index * chunks, work.chunks);
+    work.chunks = min(chunks, work.chunks - first);
+    work.first_token += int64_t(first) * kChunk;
+    work.output_row += int64_t(first) * kChunk;
+    work.length = min(work.length - first * kChunk, work.chunks * kChunk);
     return work;
 }
 

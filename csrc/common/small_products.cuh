@@ -9,15 +9,17 @@
 namespace kda {
 
 // Column `column` of (I + L)^-1, by forward substitution in fp32: powers of L, which overflow for keys that are nearly
-// collinear, never appear. `lower` holds L by columns, 16-byte aligned, zero on and above the diagonal.
-__device__ __forceinline__ void invert_column(float (&x)[kChunk], const float (&lower)[kChunk][kChunk], int column) {
+// collinear, never appear. `lower` holds L by columns, kPitch apart, 16-byte aligned; only what is below its diagonal
+// is used.
+template <int kPitch, int kSize>
+__device__ __forceinline__ void invert_column(float (&x)[kSize], const float* lower, int column) {
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) x[i] = i == column ? 1.0f : 0.0f;
+    for (int i = 0; i < kSize; ++i) x[i] = i == column ? 1.0f : 0.0f;
 #pragma unroll
-    for (int j = 0; j < kChunk - 1; ++j) {  // x[j] is final: take it out of all later rows
+    for (int j = 0; j < kSize - 1; ++j) {  // x[j] is final: take it out of all later rows
 #pragma unroll
-        for (int i = j / 4 * 4; i < kChunk; i += 4) {
-            const float4 below = *reinterpret_cast<const float4*>(&lower[j][i]);
+        for (int i = j / 4 * 4; i < kSize; i += 4) {
+            const float4 below = *reinterpret_cast<const float4*>(&lower[kPitch * j + i]);
             if (i > j) x[i] -= below.x * x[j];
             if (i + 1 > j) x[i + 1] -= below.y * x[j];
             if (i + 2 > j) x[i + 2] -= below.z * x[j];

@@ -7,6 +7,13 @@
 
 namespace ptx {
 
+// The lane, read anew at each call.
+__device__ __forceinline__ int lane_id() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
 // 2^x within 2 ulp; results below 2^-126 are zero.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
@@ -25,6 +32,13 @@ __device__ __forceinline__ float log2_approx(float x) {
 __device__ __forceinline__ float rcp_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1/sqrt(x) within 2^-22, for x of normal size.
+__device__ __forceinline__ float rsqrt_approx(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

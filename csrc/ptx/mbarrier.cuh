@@ -36,6 +36,19 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, int parity) {
         : "memory");
 }
 
+// Whether it is complete, without waiting.
+__device__ __forceinline__ bool mbarrier_test(uint64_t* barrier, int parity) {
+    uint32_t complete;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(complete)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return complete;
+}
+
 // Orders this thread's ordinary shared-memory writes before later reads by wgmma.
 __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

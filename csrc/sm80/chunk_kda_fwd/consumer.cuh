@@ -24,10 +24,10 @@ class Consumer {
     __device__ __forceinline__ void run() {
         load_state();
         int stage = 0;
-        for (int chunk = 0; chunk < work_.steps; ++chunk) {
+        for (int chunk = 0; chunk < work_.chunks; ++chunk) {
             ptx::barrier_sync(kBarrierFull + stage, kStageThreads);
             advance(chunk, smem_.stage[stage], smem_.beta[stage]);
-            if (chunk + kStages < work_.steps) ptx::barrier_arrive(kBarrierEmpty + stage, kStageThreads);
+            if (chunk + kStages < work_.chunks) ptx::barrier_arrive(kBarrierEmpty + stage, kStageThreads);
             stage = stage + 1 == kStages ? 0 : stage + 1;
         }
         if (params_.final_state) store_state();

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads, 1) chunk_kda_fwd_kernel(const __grid
         zero_uncovered_rows(params, blockIdx.x - blocks_of_work, gridDim.x - blocks_of_work);
         return;
     }
-    const Work work = locate_work(params, blockIdx.x, kChunk);
+    const Work work = locate_work(params, blockIdx.x);
     if (threadIdx.x < kConsumerThreads) {
         Consumer(params, work, smem).run();
     } else {

@@ -42,10 +42,10 @@ class Producer {
           gate_{Gate(params, work.v_head, channel_), Gate(params, work.v_head, channel_ + 1)} {}
 
     __device__ __forceinline__ void run() {
-        if (group_ < work_.steps) load_inputs(group_);
+        if (group_ < work_.chunks) load_inputs(group_);
         ptx::cp_async_commit();
         int stage = group_;
-        for (int chunk = group_; chunk < work_.steps; chunk += kGroups) {
+        for (int chunk = group_; chunk < work_.chunks; chunk += kGroups) {
             if (chunk >= kStages) ptx::barrier_sync(kBarrierEmpty + stage, kStageThreads);
             load_values(chunk, smem_.stage[stage]);
             ptx::cp_async_commit();
@@ -121,7 +121,7 @@ class Producer {
         else
             scale_by_decay<false>(G, last, stage);
         const bool any_steep = ptx::barrier_sync_or(kBarrierGroup + group_, kGroupThreads, steep);
-        const bool has_next = chunk + kGroups < work_.steps;
+        const bool has_next = chunk + kGroups < work_.chunks;
         if (any_steep) {  // q, k, g are still needed, and g's place
             publish_steep(G, steep);
             sync();
@@ -361,7 +361,7 @@ class Producer {
     __device__ __forceinline__ void invert(Stage& stage) {
         const int column = lane_ % 16;
         float x[kChunk];
-        invert_column(x, own_.lower, column);
+        invert_column<kChunk>(x, &own_.lower[0][0], column);
         if (lane_ < 16) {
 #pragma unroll
             for (int i = 0; i < kChunk; ++i) {

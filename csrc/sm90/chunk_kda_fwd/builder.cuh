@@ -3,7 +3,8 @@
 //     L_ij = beta_i / (|k_i| |k_j|) sum_d k_i k_j 2^(G_i - G_j)     j < i          inverse = (I + L)^-1
 //     P_ij = scale/|q_i| sum_d q_i k_j 2^(G_i - G_j)                j <= i
 //
-// of which the consumers get P and 1/|k| inverse beta, so that they have fewer factors to multiply themselves.
+// of which the consumers get P, without its scale/|q|, and 1/|k| inverse beta, so that they have fewer factors to
+// multiply themselves.
 //
 // The sums are tensor-core products of the decayed operands; entries too steep for those were left out of them, and
 // their pairs are added by steep_pairs.cuh.
@@ -26,43 +27,50 @@ class Builder {
         : params_(params),
           work_(work),
           smem_(smem),
-          lower_(smem.lower[index]),
-          beta_(smem.beta[index]),
+          own_(smem.blocks[index]),
           lane_(threadIdx.x % 32),
-          index_(index) {}
+          index_(index),
+          token_(index * kChunk + lane_),
+          beta_(row_address(params.beta, work, token_, work.v_head)) {}
 
     __device__ __forceinline__ void run() {
-        uint32_t next_beta = load_chunk_beta(index_);
-        for (int chunk = index_; chunk < work_.steps; chunk += kBuilders) {
-            const int slot = chunk % kInputs, stage_index = chunk % kStages;
+        uint32_t next_beta = load_next_beta();
+        int slot = index_, input_parity = 0, stage_index = index_, stage_parity = 0;
+        static_assert(kBuilders <= kInputs && kBuilders <= kStages);
+        for (int chunk = index_; chunk < work_.chunks; chunk += kBuilders) {
             Stage& stage = smem_.stage[stage_index];
             const Input& input = smem_.input[slot];
             const uint32_t beta_bits = next_beta;
-            next_beta = load_chunk_beta(chunk + kBuilders);
+            next_beta = load_next_beta();
 
-            ptx::mbarrier_wait(&smem_.input_full[slot], chunk / kInputs % 2);
+            ptx::mbarrier_wait(&smem_.input_full[slot], input_parity);
             const Products products = multiply_same_tokens(input);
-            ptx::mbarrier_wait(&smem_.scaled[stage_index], chunk / kStages % 2);  // also: the stage is free
+            ptx::mbarrier_wait(&smem_.scaled[stage_index], stage_parity);  // also: the stage is free
             write_scalars(stage, products, beta_bits, min(work_.length - chunk * kChunk, kChunk));
             float L[2][4] = {}, P[2][4] = {};  // columns 0..7, 8..15
             multiply(L, P, stage);
             if (__builtin_expect(stage.felt[0] | stage.felt[1], false)) SteepPairs(stage, input).add(L, P);
             __syncwarp();
             if (lane_ == 0) ptx::mbarrier_arrive(&smem_.input_empty[slot]);
-            write_squares(L, P, products, stage);
-            __syncwarp();
-            invert(stage);
-            ptx::fence_async_proxy();
+            write_p(P, products, stage);
+            invert(L, stage);
             __syncwarp();
             if (lane_ == 0) ptx::mbarrier_arrive(&smem_.built[stage_index]);
+            if ((slot += kBuilders) >= kInputs) slot -= kInputs, input_parity ^= 1;
+            if ((stage_index += kBuilders) >= kStages) stage_index -= kStages, stage_parity ^= 1;
         }
     }
 
  private:
-    // A lane a token.
-    __device__ __forceinline__ uint32_t load_chunk_beta(int chunk) const {
-        const int64_t token = int64_t(chunk) * kChunk + lane_;
-        return lane_ < kChunk && token < work_.length ? load_beta(params_, work_, token) : 0;
+    // The bits of the lane's token in the builder's next chunk; whatever computes with them would wait for them here.
+    __device__ __forceinline__ uint32_t load_next_beta() {
+        uint32_t bits = 0;
+        if (lane_ < kChunk && token_ < uint32_t(work_.length)) {
+            bits = params_.beta_dtype == Dtype::kFloat32 ? *reinterpret_cast<const uint32_t*>(beta_)
+                                                         : *reinterpret_cast<const uint16_t*>(beta_);
+        }
+        token_ += kBuilders * kChunk, beta_ += kBuilders * kChunk * params_.beta.token_bytes;
+        return bits;
     }
 
     // Whether the lane holds a diagonal entry of the two diagonal C tiles (rows and columns 0..7, 8..15), and of its
@@ -75,31 +83,30 @@ class Builder {
         float qq[2], kk[2], qk[2];
     };
 
-    // The diagonals of Q Q^T, K K^T and Q K^T of raw rows: exact products, fp32 sums.
+    // Exact products of raw rows, fp32 sums, as diagonals of tensor-core products. Of eight tokens at a time, q over k
+    // is the left operand of two: with k for q k and k k, with q for q q (and q k again).
     __device__ __forceinline__ Products multiply_same_tokens(const Input& input) const {
-        float qq[2][4] = {}, kk[2][4] = {}, qk[2][4] = {};
-        const int offset = lane_ % 16 * kRowBytes + lane_ / 16 * 16;
-        const uint32_t q_address = ptx::shared_address(input.q) + offset,
-                       k_address = ptx::shared_address(input.k) + offset;
+        float with_q[2][4] = {}, with_k[2][4] = {};
+        // Registers 0 and 2 are of q, 1 and 3 of k.
+        const uint32_t rows =
+            ptx::shared_address(lane_ / 8 % 2 ? input.k : input.q) + lane_ % 8 * kRowBytes + lane_ / 16 * 16;
 #pragma unroll 2
         for (int step = 0; step < kHeadDim / 16; ++step) {
-            uint32_t q[4], k[4];  // as B operands, registers 0 and 2 are tokens 0..7, 1 and 3 tokens 8..15
-            ptx::ldmatrix_x4(q, q_address + 32 * step);
-            ptx::ldmatrix_x4(k, k_address + 32 * step);
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                ptx::mma_m16n8k16(qq[n], q, q[n], q[n + 2]);
-                ptx::mma_m16n8k16(kk[n], k, k[n], k[n + 2]);
-                ptx::mma_m16n8k16(qk[n], q, k[n], k[n + 2]);
+                uint32_t x[4];
+                ptx::ldmatrix_x4(x, rows + 8 * n * kRowBytes + 32 * step);
+                ptx::mma_m16n8k16(with_q[n], x, x[0], x[2]);
+                ptx::mma_m16n8k16(with_k[n], x, x[1], x[3]);
             }
         }
         const bool odd = diagonal_element();
         Products products;
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            products.qq[n] = odd ? qq[n][2 * n + 1] : qq[n][2 * n];
-            products.kk[n] = odd ? kk[n][2 * n + 1] : kk[n][2 * n];
-            products.qk[n] = odd ? qk[n][2 * n + 1] : qk[n][2 * n];
+            products.qq[n] = odd ? with_q[n][1] : with_q[n][0];
+            products.qk[n] = odd ? with_k[n][1] : with_k[n][0];
+            products.kk[n] = odd ? with_k[n][3] : with_k[n][2];
         }
         return products;
     }
@@ -109,26 +116,29 @@ class Builder {
         if (on_diagonal()) {
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                const int token = lane_ / 4 + 8 * n;
-                stage.q_norm[token] = params_.scale * (params_.use_qk_l2norm ? rsqrtf(products.qq[n] + 1e-6f) : 1.0f);
-                stage.k_norm[token] = params_.use_qk_l2norm ? rsqrtf(products.kk[n] + 1e-6f) : 1.0f;
+                own_.squares[0][lane_ / 4 + 8 * n] = products.qq[n];
+                own_.squares[1][lane_ / 4 + 8 * n] = products.kk[n];
             }
         }
-        if (lane_ < kChunk) {
-            const float raw = __uint_as_float(params_.beta_dtype == Dtype::kFloat32 ? beta_bits : beta_bits << 16);
-            beta_[lane_] = lane_ < rows ? activate_beta(raw, params_.beta_mode) : 0.0f;
-        }
+        __syncwarp();
+        // A lane a token of q, then of k; and of beta.
+        const int token = lane_ % kChunk;
+        const bool is_q = lane_ < kChunk;
+        const float inverse = params_.use_qk_l2norm ? ptx::rsqrt_approx(own_.squares[!is_q][token] + 1e-6f) : 1.0f;
+        (is_q ? stage.q_norm : stage.k_norm)[token] = is_q ? params_.scale * inverse : inverse;
+        const float raw = __uint_as_float(params_.beta_dtype == Dtype::kFloat32 ? beta_bits : beta_bits << 16);
+        if (is_q) own_.beta[token] = token < rows ? activate_beta(raw, params_.beta_mode) : 0.0f;
         __syncwarp();
     }
 
     __device__ __forceinline__ void multiply(float (&L)[2][4], float (&P)[2][4], const Stage& stage) const {
         const int a_offset = half_tile_offset(lane_ % 16, 8 * (lane_ / 16));
         const int b_offset = half_tile_offset(lane_ % 8 + 8 * (lane_ / 16), 8 * (lane_ / 8 % 2));
-#pragma unroll
+#pragma unroll 1
         for (int half = 0; half < 2; ++half) {
             const uint32_t left = ptx::shared_address(stage.decayed[half]) + a_offset;
             const uint32_t right = ptx::shared_address(stage.k_inverse[half]) + b_offset;
-#pragma unroll
+#pragma unroll 2
             for (int step = 0; step < 4; ++step) {
                 uint32_t k[4], q[4], b[4];
                 ptx::ldmatrix_x4(k, left ^ (32 * step));
@@ -142,67 +152,105 @@ class Builder {
         }
     }
 
-    __device__ __forceinline__ void write_squares(const float (&L)[2][4], const float (&P)[2][4],
-                                                  const Products& products, Stage& stage) const {
+    __device__ __forceinline__ void write_p(const float (&P)[2][4], const Products& products, Stage& stage) const {
         const int row = lane_ / 4, column = 2 * (lane_ % 4);
-        float q_norm[2], factor[2];
-        float2 norm[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            q_norm[i] = stage.q_norm[row + 8 * i];
-            factor[i] = beta_[row + 8 * i] * stage.k_norm[row + 8 * i];
-            norm[i] = *reinterpret_cast<const float2*>(&stage.k_norm[column + 8 * i]);
-        }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
-            for (int n = 0; n <= r; ++n) {  // the upper right tile of P stays zero
+            for (int n = 0; n <= r; ++n) {
                 // Masked by selection: entries above the diagonal may be infinite. On it, in lanes on the diagonal, P
                 // is exact where the product of rounded factors is not.
                 const bool below0 = n < r || column < row, below1 = n < r || column + 1 < row;
-                const float p0 = q_norm[r] * (below0 ? P[n][2 * r] : column == row ? products.qk[n] : 0.0f);
-                const float p1 = q_norm[r] * (below1 ? P[n][2 * r + 1] : column + 1 == row ? products.qk[n] : 0.0f);
-                const int at = square_offset(row, column) + 256 * r + 128 * n;
-                const uint32_t high = ptx::pack_bf16(p0, p1);
-                *reinterpret_cast<uint32_t*>(stage.p_high + at) = high;
-                *reinterpret_cast<uint32_t*>(stage.p_low + at) =
-                    ptx::pack_bf16(p0 - ptx::bf16_low(high), p1 - ptx::bf16_high(high));
-                // What is not below L's diagonal is never looked at.
-                lower_[8 * n + column][8 * r + row] = factor[r] * norm[n].x * L[n][2 * r];
-                lower_[8 * n + column + 1][8 * r + row] = factor[r] * norm[n].y * L[n][2 * r + 1];
+                const float p0 = below0 ? P[n][2 * r] : column == row ? products.qk[n] : 0.0f;
+                const float p1 = below1 ? P[n][2 * r + 1] : column + 1 == row ? products.qk[n] : 0.0f;
+                *reinterpret_cast<uint2*>(stage.p + factor_offset(row + 8 * r, column + 8 * n)) =
+                    make_uint2(ptx::round_tf32(p0), ptx::round_tf32(p1));
             }
         }
     }
 
-    // 1/|k| (I + L)^-1 beta, a lane a column.
-    __device__ __forceinline__ void invert(Stage& stage) const {
-        const int column = lane_ % 16;
-        float x[kChunk];
-        float4 norm[4];
+    // 1/|k| (I + L)^-1 beta, by blocks of 8 x 8:
+    //
+    //     (I + L)^-1 = [    A     0 ]      A, B: inverses of the blocks on the diagonal, by forward substitution
+    //                  [ -B C A   B ]      C: L's block below them
+    __device__ __forceinline__ void invert(const float (&L)[2][4], Stage& stage) const {
+        const int row = lane_ / 4, column = 2 * (lane_ % 4);
+        float factor[2];
+        float2 norm[2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) norm[i] = *reinterpret_cast<const float4*>(&stage.k_norm[4 * i]);
-        const float beta = beta_[column];
-        invert_column(x, lower_, column);
-        if (lane_ < 16) {
-#pragma unroll
-            for (int i = 0; i < kChunk; i += 4) {
-                const float4 n = norm[i / 4];
-                const float scaled[4] = {x[i] * n.x, x[i + 1] * n.y, x[i + 2] * n.z, x[i + 3] * n.w};
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    *reinterpret_cast<uint32_t*>(stage.inverse + word_offset(i + e, column)) =
-                        ptx::round_tf32(scaled[e] * beta);
-                }
-            }
+        for (int i = 0; i < 2; ++i) {
+            factor[i] = own_.beta[row + 8 * i] * stage.k_norm[row + 8 * i];
+            norm[i] = *reinterpret_cast<const float2*>(&stage.k_norm[column + 8 * i]);
+            // What is not below the diagonal is never looked at.
+            float* target = &own_.lower[i][12 * column + row];
+            target[0] = factor[i] * norm[i].x * L[i][2 * i], target[12] = factor[i] * norm[i].y * L[i][2 * i + 1];
         }
+        const float below[2] = {factor[1] * norm[0].x * L[0][2], factor[1] * norm[0].y * L[0][3]};
+        __syncwarp();
+        invert_blocks(stage);
+        __syncwarp();
+
+        // Transposed, a C tile is the next product's left operand: first A^T C^T, then (A^T C^T) B^T.
+        const float2 a = *reinterpret_cast<const float2*>(&own_.inverse[0][12 * row + column]);
+        const float* b = &own_.inverse[1][12 * column + row];
+        float product[2] = {a.x, a.y};
+        multiply_blocks(product, below[0], below[1]);
+        multiply_blocks(product, b[0], b[12]);
+        const float2 row_norm = *reinterpret_cast<const float2*>(&stage.k_norm[8 + column]);
+        const float beta = own_.beta[row];
+        *reinterpret_cast<uint32_t*>(stage.inverse + factor_offset(8 + column, row)) =
+            ptx::round_tf32(-row_norm.x * product[0] * beta);
+        *reinterpret_cast<uint32_t*>(stage.inverse + factor_offset(9 + column, row)) =
+            ptx::round_tf32(-row_norm.y * product[1] * beta);
+    }
+
+    // A lane a column of a block, twice in the warp.
+    __device__ __forceinline__ void invert_blocks(Stage& stage) const {
+        const int column = lane_ % 8, block = lane_ / 8 % 2;
+        float x[8];
+        invert_column<12>(x, own_.lower[block], column);
+        float* target = &own_.inverse[block][12 * column];
+        *reinterpret_cast<float4*>(target) = make_float4(x[0], x[1], x[2], x[3]);
+        *reinterpret_cast<float4*>(target + 4) = make_float4(x[4], x[5], x[6], x[7]);
+        const float beta = own_.beta[8 * block + column];
+        uint8_t* scaled = stage.inverse + factor_offset(8 * block, 8 * block + column);
+#pragma unroll
+        for (int i = 0; i < 8; i += 4) {
+            const float4 norm = *reinterpret_cast<const float4*>(&stage.k_norm[8 * block + i]);
+            *reinterpret_cast<uint32_t*>(scaled + 32 * i) = ptx::round_tf32(norm.x * x[i] * beta);
+            *reinterpret_cast<uint32_t*>(scaled + 32 * (i + 1)) = ptx::round_tf32(norm.y * x[i + 1] * beta);
+            *reinterpret_cast<uint32_t*>(scaled + 32 * (i + 2)) = ptx::round_tf32(norm.z * x[i + 2] * beta);
+            *reinterpret_cast<uint32_t*>(scaled + 32 * (i + 3)) = ptx::round_tf32(norm.w * x[i + 3] * beta);
+        }
+    }
+
+    // x (8 x 8, the upper half of a C tile) becomes x y, where the lane holds y's rows `column` and column + 1, column
+    // `row`. Three tf32 products, so that the error is that of fp32.
+    static __device__ __forceinline__ void multiply_blocks(float (&x)[2], float y0, float y1) {
+        const float2 high = make_float2(tf32_part(x[0]), tf32_part(x[1]));
+        const uint32_t y_high[2] = {__float_as_uint(tf32_part(y0)), __float_as_uint(tf32_part(y1))};
+        const uint32_t y_low[2] = {__float_as_uint(y0 - __uint_as_float(y_high[0])),
+                                   __float_as_uint(y1 - __uint_as_float(y_high[1]))};
+        const uint32_t x_high[4] = {__float_as_uint(high.x), 0, __float_as_uint(high.y), 0};
+        const uint32_t x_low[4] = {__float_as_uint(x[0] - high.x), 0, __float_as_uint(x[1] - high.y), 0};
+        float product[4] = {};
+        ptx::mma_m16n8k8_tf32(product, x_low, y_high);
+        ptx::mma_m16n8k8_tf32(product, x_high, y_low);
+        ptx::mma_m16n8k8_tf32(product, x_high, y_high);
+        x[0] = product[0], x[1] = product[1];
+    }
+
+    static __device__ __forceinline__ float tf32_part(float x) {
+        return __uint_as_float(__float_as_uint(x) & 0xffffe000u);
     }
 
     const ChunkKdaFwdParams& params_;
     const Work& work_;
     SharedMemory& smem_;
-    float (&lower_)[kChunk][kChunk];
-    float (&beta_)[kChunk];
+    Blocks& own_;
     const int lane_, index_;
+    uint32_t token_;  // of the next beta that the lane loads, and its address
+    const char* beta_;
 };
 
 }  // namespace kda::sm90

@@ -9,22 +9,25 @@
 
 namespace kda::sm90 {
 
-// Roles, by warpgroup: consumers, each of which owns 64 columns of V and loads its v; then one of scalers, two pairs of
-// warps that decay q and k, a chunk in turn; then one of helpers, of which warp 0 loads and the others build L, P and
-// the inverse, a chunk in turn.
+// Roles, by warpgroup: consumers, each of which owns 64 columns of V; then scalers, pairs of warps that decay q and k,
+// a chunk in turn; then one of helpers, of which warp 0 moves all rows in and out and the others build L, P and the
+// inverse, a chunk in turn.
 constexpr int kGroupValues = 64;
 constexpr int kBuilders = 3;
-constexpr int kScalerRegisters = 96;
-constexpr int kHelperRegisters = 96;
 
 // How many blocks share a head: each takes its part of V, and all build the same factors.
 template <int kValueSplit>
 struct Roles {
     static constexpr int kConsumerGroups = kHeadDim / kGroupValues / kValueSplit;
     static constexpr int kConsumerWarps = 4 * kConsumerGroups;
-    static constexpr int kThreads = 128 * (kConsumerGroups + 2);
+    static constexpr int kScalerGroups = 3 - kConsumerGroups;  // the room that a consumer group leaves
+    static constexpr int kScalerPairs = 2 * kScalerGroups;
+    static constexpr int kThreads = 512;
     static constexpr int kConsumerRegisters = kConsumerGroups == 1 ? 208 : 160;
-    static_assert(kConsumerGroups * kConsumerRegisters + kScalerRegisters + kHelperRegisters <= 512);
+    static constexpr int kScalerRegisters = kConsumerGroups == 1 ? 88 : 96;
+    static constexpr int kHelperRegisters = kConsumerGroups == 1 ? 128 : 96;
+    static_assert(kThreads == 128 * (kConsumerGroups + kScalerGroups + 1));
+    static_assert(kConsumerGroups * kConsumerRegisters + kScalerGroups * kScalerRegisters + kHelperRegisters <= 512);
 };
 constexpr int kZeroingBlocks = 64;  // extra blocks of a packed call, which clear the rows of no sequence
 
@@ -54,18 +57,20 @@ __device__ __forceinline__ int half_tile_offset(int row, int column) {
     return row * 128 + ((((column >> 3) ^ (row & 7)) << 4) | ((column & 7) << 1));
 }
 
-// A 16 x 16 bf16 square as wgmma's core matrices: 8 x 8 blocks of eight 16-byte rows.
-__device__ __forceinline__ int square_offset(int row, int column) {
-    return ((row >> 3) * 2 + (column >> 3)) * 128 + (row & 7) * 16 + (column & 7) * 2;
+// A lower triangular 16 x 16 factor in tf32: 8 x 8 tiles by rows, the upper right one left out, 32 bytes more from each
+// to the next so that they begin in different banks. A lane's B operand of a product with m16n8k8 is one float2, as the
+// even tokens of a tile are taken for its first four and the odd ones for its last.
+constexpr int kTileBytes = 8 * 8 * 4 + 32;
+using Factor = uint8_t[3 * kTileBytes];
+__device__ __forceinline__ int factor_offset(int row, int column) {
+    return (row / 8 + column / 8) * kTileBytes + row % 8 * 32 + column % 8 * 4;
 }
 
-// A 16 x 16 tf32 factor as wgmma's core matrices: columns of two 8 x 4 blocks, eight 16-byte rows each; the columns 16
-// bytes further apart than that, so that they begin in different banks. Along K, each eight tokens have the even ones
-// before the odd ones.
-constexpr int kWordColumnBytes = 2 * 128 + 16;
-__device__ __forceinline__ int word_offset(int row, int column) {
-    const int slot = column % 8 / 2 + column % 2 * 4;
-    return (column / 8 * 2 + slot / 4) * kWordColumnBytes + row * 16 + slot % 4 * 4;
+// gamma: the pairs of channels of each lane of a C tile together, 16 bytes between lanes' so that they begin in
+// different banks.
+constexpr int kGammaPitch = kHeadDim / 4 + 4;
+__device__ __forceinline__ int gamma_index(int channel) {
+    return channel % 8 / 2 * kGammaPitch + channel / 8 * 2 + channel % 2;
 }
 
 // fp32 G of one chunk, for the steep path: four neighbours stay together, conflict-free along rows and along columns,
@@ -87,27 +92,35 @@ struct alignas(1024) Stage {
     uint8_t decayed[2][2 * kChunk * 128];  // by half of K: k 2^(G+A), then q 2^(G+A), 16 rows each
     uint8_t k_inverse[2][kChunk * 128];    // by half of K: k 2^(-G-A)
     uint8_t k_restored[2][kChunk * 128];   // by half of K, where that half is steep: k 2^(G_last-G-A)
-    uint8_t p_high[kChunk * kChunk * 2];   // scale/|q| P as two bf16 terms
-    uint8_t p_low[kChunk * kChunk * 2];
-    uint8_t inverse[4 * kWordColumnBytes];  // 1/|k| (I + L)^-1 beta in tf32
-    float gamma[kHeadDim];                  // 2^G_last
-    float q_norm[kChunk];                   // scale / |q|
-    float k_norm[kChunk];                   // 1 / |k|
-    uint32_t steep[2];                      // by half of K: whether it has steep entries
+    Factor inverse;                        // 1/|k| (I + L)^-1 beta
+    Factor p;                              // P, without scale/|q|
+    float gamma[4 * kGammaPitch];          // 2^G_last
+    float q_norm[kChunk];                  // scale / |q|
+    float k_norm[kChunk];                  // 1 / |k|
+    uint32_t steep[2];                     // by half of K: whether it has steep entries
     uint32_t felt[2];  // of a steep half: pairs of channels whose steep pairs of tokens are felt, a bit each
+};
+
+// A builder's own: the blocks on L's diagonal and their inverses, each by columns, with room between columns and blocks
+// so that a C tile's entries lie in different banks; and scalars of its tokens.
+struct alignas(16) Blocks {
+    float lower[2][8 * 12 + 4];
+    float inverse[2][8 * 12 + 4];
+    float squares[2][kChunk];  // |q|^2, |k|^2
+    float beta[kChunk];
 };
 
 struct SharedMemory {
     Stage stage[kStages];
     Input input[kInputs];
-    uint8_t values[kValues][kChunk * kRowBytes];  // v of one chunk; each consumer warp loads its own, and puts its O in
-                                                  // that place
-    float lower[kBuilders][kChunk][kChunk];       // L, by columns, for each builder warp
-    float beta[kBuilders][kChunk];
+    uint8_t values[kValues][kChunk * kRowBytes];  // v of one chunk, and then its o
+    Blocks blocks[kBuilders];
     uint64_t input_full[kInputs];  // q, k, g
     uint64_t input_empty[kInputs];
-    uint64_t scaled[kStages];  // decayed operands and gamma
-    uint64_t built[kStages];   // P, inverse and norms
+    uint64_t values_full[kValues];  // v
+    uint64_t values_done[kValues];  // o in its place
+    uint64_t scaled[kStages];       // decayed operands and gamma
+    uint64_t built[kStages];        // P, inverse and norms
     uint64_t stage_empty[kStages];
 };
 static_assert(sizeof(SharedMemory) <= 227 * 1024);

@@ -1,12 +1,13 @@
 // Consumer warpgroup: the recurrence over chunks for 64 columns of V, with the state in wgmma accumulators.
 //
-//     U' = inverse' (V - Kd S / |k|)      O = scale/|q| Qd S + P' U'      S <- diag(gamma) (S + Ki^T U')
+//     U' = inverse' (V - Kd S / |k|)      O = scale/|q| (Qd S + P U')      S <- diag(gamma) (S + Ki^T U')
 //
-// with Kd = k 2^G, Qd = q 2^G, Ki = k 2^-G of raw q and k, U' = U / |k|, and the builders' inverse' and P' which hold
-// the other norms and beta. S^T (64 x 128 fp32, as 2^-A S^T) is two accumulators, one for each half of K. Rounded to
-// bf16 it is the A operand of S^T [Kd; Qd]^T, and U'^T that of the update and of U'^T P'^T: nothing is exchanged
-// between lanes. V - Kd S and the inverse enter their product in tf32, U' and P' theirs as two bf16 terms each. A half
-// of K with steep entries is decayed before its update, by k 2^(G_last - G), instead of after it.
+// with Kd = k 2^G, Qd = q 2^G, Ki = k 2^-G of raw q and k, U' = U / |k|, and the builders' inverse', which holds the
+// other norms and beta. S^T (64 x 128 fp32, as 2^-A S^T) is two accumulators, one for each half of K. Rounded to bf16
+// it is the A operand of S^T [Kd; Qd]^T, and U'^T that of the update in two bf16 terms. Between those two, each warp
+// multiplies its 16 x 16 by the inverse, and U'^T by P^T, by itself and in tf32. Each product leaves its result in the
+// layout in which the next one takes it, so that nothing is exchanged between lanes. A half of K with steep entries is
+// decayed before its update, by k 2^(G_last - G), instead of after it.
 #pragma once
 
 #include "common/sequence.cuh"
@@ -24,28 +25,11 @@ class Consumer {
     // `warp`: of the eight that share V, 16 columns each.
     __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, const Segment& segment, const Work& work,
                                         SharedMemory& smem, int warp)
-        : params_(params),
-          segment_(segment),
-          work_(work),
-          smem_(smem),
-          lane_(threadIdx.x % 32),
-          warp_(warp),
-          values_(row_address(params.v, work, lane_ / 2, work.v_head) + 32 * warp + 16 * (lane_ % 2)),
-          output_(static_cast<__nv_bfloat16*>(params.o) +
-                  ((work.output_row + lane_ / 2) * params.num_v_heads + work.v_head) * kHeadDim + 16 * warp +
-                  8 * (lane_ % 2)) {}
+        : params_(params), segment_(segment), work_(work), smem_(smem), lane_(threadIdx.x % 32), warp_(warp) {}
 
     __device__ __forceinline__ void run() {
-        for (int chunk = 0; chunk < kValues - 1; ++chunk) load_values(chunk, chunk);
         load_state();
-        int slot = 0, stage = 0, stage_parity = 0;
-        for (int chunk = 0; chunk < work_.steps; ++chunk) {
-            load_values(chunk + kValues - 1, slot == 0 ? kValues - 1 : slot - 1);
-            advance(chunk, slot, stage, stage_parity);
-            if (++slot == kValues) slot = 0;
-            if (++stage == kStages) stage = 0, stage_parity ^= 1;
-        }
-        ptx::cp_async_wait<0>();
+        if (work_.chunks > 0) run_chunks();
         store_state();
     }
 
@@ -114,117 +98,193 @@ class Consumer {
         }
     }
 
-    // The warp's own columns of v, two lanes a token.
-    __device__ __forceinline__ void load_values(int chunk, int slot) {
-        if (chunk < work_.steps) {
-            const uint32_t target =
-                ptx::shared_address(smem_.values[slot]) + lane_ / 2 * kRowBytes + 32 * warp_ + 16 * (lane_ % 2);
-            ptx::cp_async_16(target, values_, chunk * kChunk + lane_ / 2 < work_.length);
-            values_ += kChunk * params_.v.token_bytes;
+    // Where a chunk's factors and its v are, and in which phase of their barriers.
+    struct Place {
+        int stage = 0, stage_parity = 0, slot = 0, slot_parity = 0;
+        __device__ __forceinline__ void step() {
+            if (++slot == kValues) slot = 0, slot_parity ^= 1;
+            if (++stage == kStages) stage = 0, stage_parity ^= 1;
         }
-        ptx::cp_async_commit();
+    };
+
+    __device__ __forceinline__ void run_chunks() {
+        Place next;
+        bool ready = false;  // the next chunk, as seen in passing: asking takes long, but not where others wait anyway
+        for (int chunk = 0; chunk < work_.chunks; ++chunk) {
+            const Place place = next;
+            const Stage& stage = smem_.stage[place.stage];
+            // S^T [Kd; Qd]^T: C tiles 0 and 1 are (Kd S)^T, 2 and 3 (Qd S)^T, tokens 0..7 and 8..15 each.
+            float product[4][4];
+            uint32_t rounded[8][4];
+            if (!ready) {  // the builders have waited for the decayed operands
+                ptx::mbarrier_wait(&smem_.built[place.stage], place.stage_parity);
+                ptx::mbarrier_wait(&smem_.values_full[place.slot], place.slot_parity);
+            }
+            multiply_state(product, rounded, stage);
+            Operands operands;
+            load_operands(operands, stage, place.slot);
+            ptx::wgmma_wait<0>();
+            next.step();
+            // Apart from each other, so that code for steep chunks, which are rare, does not lie between what all
+            // others execute: the instruction cache is small.
+            if (__builtin_expect(stage.steep[0] | stage.steep[1], 0))
+                ready = update_state<true>(product, operands, stage, place, next);
+            else
+                ready = update_state<false>(product, operands, stage, place, next);
+            __syncwarp();
+            if (lane_ == 0) ptx::mbarrier_arrive(&smem_.stage_empty[place.stage]);
+        }
     }
 
-    __device__ __forceinline__ void advance(int chunk, int slot, int stage_index, int stage_parity) {
-        const Stage& stage = smem_.stage[stage_index];
-
-        // S^T [Kd; Qd]^T: registers 0..7 are (Kd S)^T, 8..15 (Qd S)^T, tokens 0..7 and 8..15 each.
-        uint32_t s[8][4];
+    // Begins the product. Its operand must stay until it is done.
+    __device__ __forceinline__ void multiply_state(float (&product)[4][4], uint32_t (&rounded)[8][4],
+                                                   const Stage& stage) {
 #pragma unroll
         for (int step = 0; step < 8; ++step) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float* pair = &state_[step / 4][8 * (step % 4) + 2 * i];
-                s[step][i] = ptx::pack_bf16(pair[0], pair[1]);
+                rounded[step][i] = ptx::pack_bf16(pair[0], pair[1]);
             }
         }
-        ptx::mbarrier_wait(&smem_.scaled[stage_index], stage_parity);
         const uint32_t decayed = ptx::shared_address(stage.decayed);
-        float product[16];
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 8; ++step) {
             const int offset = step / 4 * int(sizeof(stage.decayed[0])) + 32 * (step % 4);
-            ptx::wgmma_m64n32k16<0>(product, s[step], ptx::operand_swizzled_128(decayed, offset), step > 0);
+            ptx::wgmma_m64n32k16<0>(product[0], rounded[step], ptx::operand_swizzled_128(decayed, offset), step > 0);
         }
         ptx::wgmma_commit();
+    }
 
-        ptx::cp_async_wait<kValues - 1>();
-        __syncwarp();
-        uint32_t v[4];
-        ptx::ldmatrix_x4_trans(v, ptx::shared_address(smem_.values[slot]) + (lane_ % 8 + 8 * (lane_ / 16)) * kRowBytes +
-                                      2 * (16 * warp_ + 8 * (lane_ / 8 % 2)));
-        if (segment_.is_map) v[0] = v[1] = v[2] = v[3] = 0;  // M alone, without B
-        ptx::mbarrier_wait(&smem_.built[stage_index], stage_parity);
+    // What the product is needed for.
+    struct Operands {
+        uint32_t v[4], inverse[3][2];
         float2 k_norm[2];
+    };
+
+    __device__ __forceinline__ void load_operands(Operands& operands, const Stage& stage, int slot) const {
+        ptx::ldmatrix_x4_trans(operands.v, values_address(slot));
 #pragma unroll
         for (int n = 0; n < 2; ++n)
-            k_norm[n] = *reinterpret_cast<const float2*>(&stage.k_norm[2 * (lane_ % 4) + 8 * n]);
-        ptx::wgmma_wait<0>();
+            operands.k_norm[n] = *reinterpret_cast<const float2*>(&stage.k_norm[2 * (lane_ % 4) + 8 * n]);
+        load_factor(operands.inverse, stage.inverse);
+    }
 
-        // (V - Kd S / |k|)^T, of which 8 tokens are an A operand whose k are the even tokens before the odd ones
+    // Returns whether the next chunk was seen to be ready.
+    template <bool kSteep>
+    __device__ __forceinline__ bool update_state(float (&product)[4][4], const Operands& operands, const Stage& stage,
+                                                 const Place& place, const Place& next) {
+        // (V - Kd S / |k|)^T as A operands of 8 tokens, the even ones before the odd ones; then U'^T
         uint32_t remainder[2][4];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const float* pair = product + 4 * n + 2 * r;
-                remainder[n][r] = ptx::round_tf32(ptx::bf16_low(v[2 * n + r]) - k_norm[n].x * pair[0]);
-                remainder[n][r + 2] = ptx::round_tf32(ptx::bf16_high(v[2 * n + r]) - k_norm[n].y * pair[1]);
+                const uint32_t v = operands.v[2 * n + r];
+                const float2 norm = operands.k_norm[n];
+                remainder[n][r] = ptx::round_tf32(ptx::bf16_low(v) - norm.x * product[n][2 * r]);
+                remainder[n][r + 2] = ptx::round_tf32(ptx::bf16_high(v) - norm.y * product[n][2 * r + 1]);
             }
         }
-
-        // U'^T
-        float u[8];
-        const uint32_t inverse = ptx::shared_address(stage.inverse);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            ptx::wgmma_m64n16k8_tf32(u, remainder[n],
-                                     ptx::operand_words(inverse, 2 * n * kWordColumnBytes, kWordColumnBytes), n > 0);
-        }
-        ptx::wgmma_commit();
-        float2 gamma[2][8];  // ahead of their use
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-            for (int n = 0; n < 8; ++n) gamma[h][n] = *reinterpret_cast<const float2*>(&stage.gamma[key_of(h, 4 * n)]);
-        }
-        const bool steep[2] = {stage.steep[0] != 0, stage.steep[1] != 0};
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            if (__builtin_expect(steep[h], false)) decay_half(h, gamma[h]);
-        }
-        ptx::wgmma_wait<0>();
+        float u[2][4] = {};
+        multiply_triangle(u, remainder, operands.inverse);
         uint32_t high[4], low[4];
-        split_operand(high, low, u);
+        split_operand(high, low, u[0]);
 
-        // O and S
-        const uint64_t p_high = ptx::operand_square(ptx::shared_address(stage.p_high));
-        const uint64_t p_low = ptx::operand_square(ptx::shared_address(stage.p_low));
-        float out[8];
+        float2 gamma[2][8];
+        if constexpr (kSteep) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                load_gamma(gamma[h], stage, h);
+                if (stage.steep[h]) decay_half(h, gamma[h]);
+            }
+        }
         ptx::wgmma_fence();
-        ptx::wgmma_m64n16k16<0>(out, high, p_high, false);
-        ptx::wgmma_m64n16k16<0>(out, low, p_high, true);
-        ptx::wgmma_m64n16k16<0>(out, high, p_low, true);
-        ptx::wgmma_commit();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const uint64_t k =
-                ptx::operand_swizzled_128(ptx::shared_address(steep[h] ? stage.k_restored[h] : stage.k_inverse[h]));
+            const uint64_t k = ptx::operand_swizzled_128(
+                ptx::shared_address(kSteep && stage.steep[h] ? stage.k_restored[h] : stage.k_inverse[h]));
             ptx::wgmma_m64n64k16<1>(state_[h], high, k, true);
             ptx::wgmma_m64n64k16<1>(state_[h], low, k, true);
+            ptx::wgmma_commit();
         }
-        ptx::wgmma_commit();
+        // From here on in the shadow of the update.
+        const bool ready = ptx::mbarrier_test(&smem_.built[next.stage], next.stage_parity) &
+                           ptx::mbarrier_test(&smem_.values_full[next.slot], next.slot_parity);
+        if constexpr (!kSteep) {
+            load_gamma(gamma[0], stage, 0);
+            load_gamma(gamma[1], stage, 1);
+        }
+        write_output(product, u, stage, place.slot);
+        const bool all_ready = __all_sync(~0u, ready);
         ptx::wgmma_wait<1>();
-        if (has_output()) store_output(chunk, out, product + 8, stage, smem_.values[slot]);
+        if (!(kSteep && stage.steep[0])) decay_half(0, gamma[0]);
         ptx::wgmma_wait<0>();
+        if (!(kSteep && stage.steep[1])) decay_half(1, gamma[1]);
+        return all_ready;
+    }
+
+    // O = scale/|q| (Qd S + P U'), the warp's 16 tokens x 16 values, in the place of its v. The mover takes it from
+    // there.
+    __device__ __forceinline__ void write_output(float (&product)[4][4], const float (&u)[2][4], const Stage& stage,
+                                                 int slot) const {
+        uint32_t p[3][2], u_words[2][4], packed[4];
+        load_factor(p, stage.p);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            if (__builtin_expect(!steep[h], true)) decay_half(h, gamma[h]);
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                u_words[n][r] = ptx::round_tf32(u[n][2 * r]);
+                u_words[n][r + 2] = ptx::round_tf32(u[n][2 * r + 1]);
+            }
         }
+        float (&out)[2][4] = reinterpret_cast<float (&)[2][4]>(product[2]);
+        multiply_triangle(out, u_words, p);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+            const float2 q_norm = *reinterpret_cast<const float2*>(&stage.q_norm[2 * (lane_ % 4) + 8 * n]);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                packed[2 * n + r] = ptx::pack_bf16(q_norm.x * out[n][2 * r], q_norm.y * out[n][2 * r + 1]);
+            }
+        }
+        ptx::stmatrix_x4_trans(values_address(slot), packed);
         __syncwarp();
-        if (lane_ == 0) ptx::mbarrier_arrive(&smem_.stage_empty[stage_index]);
+        if (lane_ == 0) ptx::mbarrier_arrive(&smem_.values_done[slot]);
+    }
+
+    // The lane's row of the four matrices, of which matrix m is tokens 8 (m / 2), values 8 (m % 2), of the warp's own
+    // part of v.
+    __device__ __forceinline__ uint32_t values_address(int slot) const {
+        return ptx::shared_address(smem_.values[slot]) + (lane_ % 8 + 8 * (lane_ / 16)) * kRowBytes + 32 * warp_ +
+               16 * (lane_ / 8 % 2);
+    }
+
+    // The lane's B operands of the transposed factor: tiles (0, 0), (1, 0), (1, 1).
+    __device__ __forceinline__ void load_factor(uint32_t (&b)[3][2], const Factor& factor) const {
+#pragma unroll
+        for (int tile = 0; tile < 3; ++tile) {
+            const uint2 pair = *reinterpret_cast<const uint2*>(factor + tile * kTileBytes + 8 * lane_);
+            b[tile][0] = pair.x, b[tile][1] = pair.y;
+        }
+    }
+
+    // y += x factor^T, of which the lower left tile is zero.
+    static __device__ __forceinline__ void multiply_triangle(float (&y)[2][4], const uint32_t (&x)[2][4],
+                                                             const uint32_t (&factor)[3][2]) {
+        ptx::mma_m16n8k8_tf32(y[0], x[0], factor[0]);
+        ptx::mma_m16n8k8_tf32(y[1], x[0], factor[1]);
+        ptx::mma_m16n8k8_tf32(y[1], x[1], factor[2]);
+    }
+
+    __device__ __forceinline__ void load_gamma(float2 (&gamma)[8], const Stage& stage, int h) const {
+        const float* source = &stage.gamma[gamma_index(key_of(h, 0))];
+#pragma unroll
+        for (int n = 0; n < 8; n += 2) {
+            const float4 two = *reinterpret_cast<const float4*>(source + 2 * n);
+            gamma[n] = make_float2(two.x, two.y), gamma[n + 1] = make_float2(two.z, two.w);
+        }
     }
 
     __device__ __forceinline__ void decay_half(int h, const float2 (&gamma)[8]) {
@@ -235,40 +295,11 @@ class Consumer {
         }
     }
 
-    // O = P' U' + scale/|q| Qd S. Transposes the warp's 16 tokens x 16 values in the place of its v, then writes whole
-    // 32-byte sectors.
-    __device__ __forceinline__ void store_output(int chunk, const float* inside, const float* from_state,
-                                                 const Stage& stage, uint8_t* values) {
-        uint32_t packed[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 q_norm = *reinterpret_cast<const float2*>(&stage.q_norm[2 * (lane_ % 4) + 8 * (i / 2)]);
-            packed[i] = ptx::pack_bf16(inside[2 * i] + q_norm.x * from_state[2 * i],
-                                       inside[2 * i + 1] + q_norm.y * from_state[2 * i + 1]);
-        }
-        uint8_t* tile = values + 32 * warp_;
-        // Matrix m of the store is tokens 8 (m / 2), values 8 (m % 2).
-        ptx::stmatrix_x4_trans(
-            ptx::shared_address(tile) + (lane_ % 8 + 8 * (lane_ / 16)) * kRowBytes + 16 * (lane_ / 8 % 2), packed);
-        __syncwarp();
-        const int token = lane_ / 2;
-        if (chunk * kChunk + token < work_.length) {
-            *reinterpret_cast<uint4*>(output_) =
-                *reinterpret_cast<const uint4*>(tile + token * kRowBytes + 16 * (lane_ % 2));
-        }
-        output_ += int64_t(kChunk) * params_.num_v_heads * kHeadDim;
-    }
-
-    // Where the true state is known.
-    __device__ __forceinline__ bool has_output() const { return params_.pass != Pass::kMaps || segment_.index == 0; }
-
     const ChunkKdaFwdParams& params_;
     const Segment& segment_;
     const Work& work_;
     SharedMemory& smem_;
     const int lane_, warp_;
-    const char* values_;     // eight values of one token, of the chunk to load next
-    __nv_bfloat16* output_;  // the eight values of one token that the lane writes, of the current chunk
     float state_[2][32];
 };
 

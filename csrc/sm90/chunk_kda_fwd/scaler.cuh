@@ -14,7 +14,8 @@
 
 namespace kda::sm90 {
 
-template <typename GateT>
+// kPairs of warps take turns at the chunks.
+template <typename GateT, int kPairs>
 class Scaler {
  public:
     __device__ __forceinline__ Scaler(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem, int warp)
@@ -28,10 +29,10 @@ class Scaler {
                 Gate(params, work.v_head, 64 * half_ + 2 * lane_ + 1)} {}
 
     __device__ __forceinline__ void run() {
-        for (int chunk = pair_; chunk < work_.steps; chunk += 2) {
-            const int slot = chunk % kInputs, stage = chunk % kStages;
-            ptx::mbarrier_wait(&smem_.input_full[slot], chunk / kInputs % 2);
-            ptx::mbarrier_wait(&smem_.stage_empty[stage], (chunk / kStages % 2) ^ 1);
+        int slot = pair_, input_parity = 0, stage = pair_, stage_parity = 1;
+        for (int chunk = pair_; chunk < work_.chunks; chunk += kPairs) {
+            ptx::mbarrier_wait(&smem_.input_full[slot], input_parity);
+            ptx::mbarrier_wait(&smem_.stage_empty[stage], stage_parity);
             const int rows = min(work_.length - chunk * kChunk, kChunk);
             switch (params_.gate_mode) {
                 case GateMode::kGiven: scale<GateMode::kGiven>(smem_.input[slot], smem_.stage[stage], rows); break;
@@ -46,13 +47,15 @@ class Scaler {
                 ptx::mbarrier_arrive(&smem_.scaled[stage]);
                 ptx::mbarrier_arrive(&smem_.input_empty[slot]);
             }
+            if ((slot += kPairs) >= kInputs) slot -= kInputs, input_parity ^= 1;
+            if ((stage += kPairs) >= kStages) stage -= kStages, stage_parity ^= 1;
         }
     }
 
  private:
-    // Rows unrolled together: enough to overlap their exponentials, and the period of the tiles' swizzle. All sixteen
-    // would only crowd the instruction cache.
-    static constexpr int kRows = 8;
+    // Rows unrolled together. Eight overlap their exponentials well; four pairs have time, and with four rows their
+    // code leaves the instruction cache to others.
+    static constexpr int kRows = kPairs > 2 ? 4 : 8;
     static_assert(kChunk % kRows == 0);
 
     template <GateMode kMode>
@@ -78,7 +81,8 @@ class Scaler {
                       ptx::exp2_approx(-exponent.x), ptx::exp2_approx(-exponent.y));
             }
         }
-        *reinterpret_cast<float2*>(&stage.gamma[channel()]) = make_float2(ptx::exp2_approx(G.x), ptx::exp2_approx(G.y));
+        *reinterpret_cast<float2*>(&stage.gamma[gamma_index(channel())]) =
+            make_float2(ptx::exp2_approx(G.x), ptx::exp2_approx(G.y));
         const bool half_steep = __any_sync(~0u, steep);
         uint32_t felt = 0;
         if (__builtin_expect(half_steep, false)) felt = __ballot_sync(~0u, scale_steep<kMode>(input, stage, rows, G));
@@ -105,7 +109,7 @@ class Scaler {
                 store(stage, first, i, x, steep0 ? 0.0f : ptx::exp2_approx(exponent.x),
                       steep1 ? 0.0f : ptx::exp2_approx(exponent.y), steep0 ? 0.0f : ptx::exp2_approx(-exponent.x),
                       steep1 ? 0.0f : ptx::exp2_approx(-exponent.y));
-                *reinterpret_cast<uint32_t*>(stage.k_restored[half_] + 128 * first + offset(i)) = ptx::pack_bf16(
+                *reinterpret_cast<uint32_t*>(stage.k_restored[half_] + 128 * first + offset(first, i)) = ptx::pack_bf16(
                     x.k0 * ptx::exp2_approx(last.x - exponent.x), x.k1 * ptx::exp2_approx(last.y - exponent.y));
                 *reinterpret_cast<float2*>(&input.g[decay_index(first + i, channel())]) = sum[i];
                 met0 |= steep0, met1 |= steep1;
@@ -122,8 +126,10 @@ class Scaler {
     };
 
     __device__ __forceinline__ int channel() const { return 64 * half_ + 2 * lane_; }
-    // half_tile_offset(first + i, 2 lane) - 128 first, as `first` is a multiple of 8.
-    __device__ __forceinline__ int offset(int i) const { return 128 * i + (half_tile_offset(0, 2 * lane_) ^ (16 * i)); }
+    // half_tile_offset(first + i, 2 lane) - 128 first, for i < kRows, of which `first` is a multiple.
+    __device__ __forceinline__ int offset(int first, int i) const {
+        return 128 * i + (half_tile_offset(0, 2 * lane_) ^ (16 * (first & 7)) ^ (16 * i));
+    }
 
     // sum[i] = G + the log2 gates of rows first .. first + i.
     template <GateMode kMode>
@@ -174,10 +180,10 @@ class Scaler {
 
     __device__ __forceinline__ void store(Stage& stage, int first, int i, const Operands& x, float decay0, float decay1,
                                           float inverse0, float inverse1) const {
-        uint8_t* decayed = stage.decayed[half_] + 128 * first + offset(i);
+        uint8_t* decayed = stage.decayed[half_] + 128 * first + offset(first, i);
         *reinterpret_cast<uint32_t*>(decayed) = ptx::pack_bf16(x.k0 * decay0, x.k1 * decay1);
         *reinterpret_cast<uint32_t*>(decayed + 128 * kChunk) = ptx::pack_bf16(x.q0 * decay0, x.q1 * decay1);
-        *reinterpret_cast<uint32_t*>(stage.k_inverse[half_] + 128 * first + offset(i)) =
+        *reinterpret_cast<uint32_t*>(stage.k_inverse[half_] + 128 * first + offset(first, i)) =
             ptx::pack_bf16(x.k0 * inverse0, x.k1 * inverse1);
     }
 

@@ -15,7 +15,7 @@ namespace kda::sm90 {
 class SteepPairs {
  public:
     __device__ __forceinline__ SteepPairs(const Stage& stage, const Input& input)
-        : stage_(stage), input_(input), row_(threadIdx.x % 32 / 4), column_(2 * (threadIdx.x % 4)) {}
+        : stage_(stage), input_(input), lane_(ptx::lane_id()), row_(lane_ / 4), column_(2 * (lane_ % 4)) {}
 
     // L and P as C tiles (mma.cuh) of columns 0..7 and 8..15. Sums with j > i are meaningless.
     __device__ __forceinline__ void add(float (&L)[2][4], float (&P)[2][4]) const {
@@ -71,7 +71,7 @@ class SteepPairs {
 
     const Stage& stage_;
     const Input& input_;
-    const int row_, column_;
+    const int lane_, row_, column_;  // read here: kept from chunk to chunk they would cost registers
 };
 
 }  // namespace kda::sm90
