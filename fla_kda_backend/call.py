@@ -104,6 +104,7 @@ DEFAULTS = {
 }
 # The arguments that have no default in any version.
 REQUIRED = ("q", "k", "v", "g", "beta")
+KNOWN = frozenset(DEFAULTS).union(REQUIRED)
 # Keywords that FLA's versions take through `**kwargs` rather than through a parameter.
 THROUGH_KWARGS = frozenset({"A_log", "dt_bias", "chunk_size", "transpose_state_layout"})
 
@@ -115,7 +116,8 @@ class Signature:
     Attributes:
         positional: parameter names in the order in which positional arguments fill them.
         required: parameters without a default.
-        honoured: every keyword that has an effect, parameters and those read out of `**kwargs`.
+        honoured: every keyword that has an effect there and here, parameters and those read out of `**kwargs`.
+        newer: parameters that this package does not know, with their defaults.
         takes_any_keyword: whether unknown keywords are swallowed by `**kwargs` instead of raising TypeError.
         renamed_state_layout: `transpose_state_layout` is the deprecated name of `state_v_first`, with a warning.
         grouped_values: HV may be a multiple of H (GVA); without, FLA checks that v has q's B, T and H.
@@ -125,6 +127,7 @@ class Signature:
     positional: tuple[str, ...]
     required: tuple[str, ...]
     honoured: frozenset[str]
+    newer: tuple[tuple[str, Any], ...]
     takes_any_keyword: bool
     renamed_state_layout: bool
     grouped_values: bool
@@ -145,7 +148,8 @@ class Signature:
         return cls(
             positional=tuple(name for name, p in named.items() if p.kind is not kinds.KEYWORD_ONLY),
             required=tuple(name for name, p in named.items() if p.default is kinds.empty),
-            honoured=frozenset(named) | through_kwargs,
+            honoured=frozenset(named) & KNOWN | through_kwargs,
+            newer=tuple((name, p.default) for name, p in named.items() if name not in KNOWN),
             takes_any_keyword=takes_any_keyword,
             renamed_state_layout="state_v_first" in named and "transpose_state_layout" in through_kwargs,
             # Versions with GVA read HV from v's shape; those without demand that v has q's B, T and H.
@@ -160,13 +164,7 @@ class Signature:
         Raises:
             NotBindable: the arguments do not fit the signature, or ask for what this FLA version does not do.
         """
-        given = dict(zip(self.positional, args)) if args else {}
-        if len(args) > len(self.positional):
-            raise NotBindable(f"{len(args)} positional arguments, the most is {len(self.positional)}", refused=True)
-        if given and not given.keys().isdisjoint(kwargs):
-            twice = sorted(given.keys() & kwargs.keys())
-            raise NotBindable(f"multiple values for {', '.join(twice)}", refused=True)
-        given.update(kwargs)
+        given = self._by_name(args, kwargs) if args else kwargs
         for name in self.required:
             if name not in given:
                 raise NotBindable(f"the required argument {name} is missing", refused=True)
@@ -220,15 +218,25 @@ class Signature:
         )
         return _freeze(draft)
 
+    def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if len(args) > len(self.positional):
+            raise NotBindable(f"{len(args)} positional arguments, the most is {len(self.positional)}", refused=True)
+        given = dict(zip(self.positional, args))
+        twice = sorted(given.keys() & kwargs.keys())
+        if twice:
+            raise NotBindable(f"multiple values for {', '.join(twice)}", refused=True)
+        return given | kwargs
+
     def _unknown(self, given: dict[str, Any]) -> tuple[str, ...]:
-        """Names in `given` that have no effect in this version although their value asks for one."""
-        unknown = []
+        """Names in `given` that have no effect in this version, or none here, although their value asks for one."""
+        unknown, newer = [], dict(self.newer)
         for name, value in given.items():
             if name in self.honoured:
                 continue
-            if not self.takes_any_keyword:
+            if not self.takes_any_keyword and name not in newer:
                 raise NotBindable(f"unexpected keyword argument {name}", refused=True)
-            if name not in DEFAULTS or value is not DEFAULTS[name]:
+            defaults = newer if name in newer else DEFAULTS
+            if name not in defaults or value is not defaults[name]:
                 unknown.append(name)
         return tuple(sorted(unknown))
 

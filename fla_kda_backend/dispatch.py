@@ -12,6 +12,10 @@ the values of a tensor on a GPU, so that deciding never waits for the device. Th
 - `CPU_DOES_NOT`: for CPU tensors, what the reference cannot take.
 
 A call on CPU tensors that nothing behind us can serve either is refused with an exception of ours (`Decision.error`).
+
+Asking every rule takes as long as launching the kernels. So what the rules for a GPU say stands once more in
+`usual_sizes`, as one condition that reads each attribute of a tensor once. It only ever says yes, to calls of the usual
+kind: the rules decide about every other call, and they alone know the reasons.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -47,6 +52,7 @@ FLAGS = (
     "output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel",
     "allow_neg_eigval", "safe_gate", "disable_recompute", "return_intermediate_states", "state_v_first", "use_graph",
 )  # fmt: skip
+_flags = attrgetter(*FLAGS)
 SAFE_GATE_BOUND = -5.0
 
 
@@ -474,6 +480,22 @@ MALFORMED = (values_fit_queries, sequences_are_well_formed, state_fits, gate_par
 CUDA_CANNOT_HOLD = (cuda_sizes,)
 CPU_DOES_NOT = (cpu_dtypes, cpu_sequence_values)
 
+# Rules that `usual_sizes` answers for: a change of one of them is a change there, too. Every other rule, so every
+# new one, is asked after it.
+_COVERED = frozenset({
+    inputs_are_tensors, numbers_are_numbers, flags_are_flags, unknown_keywords, cuda_plain_tensors, cuda_head_dim,
+    cuda_has_heads, cuda_dtypes, cuda_lower_bound, cuda_results, fla_context_parallel, fla_varlen, fla_state_dtype,
+    fla_gate_parameters, fla_chunk_size, fla_safe_gate, fla_neg_eigval, fla_shapes, context_parallel,
+    sequences_on_the_host_alone, values_fit_queries, sequences_are_well_formed, state_fits, gate_parameters_fit,
+    one_device, fla_graph_sequences, fla_intermediate_states, cuda_sizes,
+})  # fmt: skip
+_not_covered = tuple(
+    rule
+    for rules in (READABLE, CUDA_DOES_NOT, FLA_REFUSES, NOT_OURS, MALFORMED, FLA_REFUSES_LATE, CUDA_CANNOT_HOLD)
+    for rule in rules
+    if rule not in _COVERED
+)
+
 _REFERENCE = Decision("reference")
 
 
@@ -493,8 +515,95 @@ def _cuda_decision(arch: str, forced: str) -> Decision:
     return Decision("triton", f"FLA_KDA_FORCE={forced} is none of {', '.join(CUDA_PATHS)}, triton")
 
 
+def usual_sizes(call: Call) -> Dims | None:
+    """The sizes of a call of the usual kind, which no rule of `_COVERED` stops on a GPU; None says nothing of one.
+
+    None is also the answer to calls that are merely rare, such as those with flags that are no bools.
+    """
+    if not _options_are_usual(call):
+        return None
+    q, k, v, g, beta, state = call.q, call.k, call.v, call.g, call.beta, call.initial_state
+    A_log, dt_bias, cu_seqlens = call.A_log, call.dt_bias, call.cu_seqlens
+    Tensor, bf16, fp32 = torch.Tensor, torch.bfloat16, torch.float32
+    for tensor in (q, k, v, g, beta):
+        if type(tensor) is not Tensor:
+            return None
+    for tensor in (state, A_log, dt_bias, cu_seqlens):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            return None
+    q_shape, v_shape, device = q.shape, v.shape, q.device
+    if len(q_shape) != 4 or len(v_shape) != 4:
+        return None
+    (B, T, H, K), (_, _, HV, V), N = q_shape, v_shape, q_shape[0]
+    if cu_seqlens is not None:
+        borders = cu_seqlens.shape
+        if (
+            B != 1
+            or len(borders) != 1
+            or cu_seqlens.dtype not in (torch.int32, torch.int64)
+            or cu_seqlens.device != device
+        ):
+            return None
+        N = borders[0] - 1
+    if (
+        K == V == CUDA_HEAD_DIM
+        and 0 < N * HV < MAX_SEQUENCES_TIMES_HEADS
+        and H > 0
+        and HV % H == 0
+        and k.shape == q_shape
+        and v_shape == (B, T, HV, V)
+        and g.shape == (B, T, HV, K)
+        and beta.shape == (B, T, HV)
+        and q.dtype is bf16
+        and k.dtype is bf16
+        and v.dtype is bf16
+        and g.dtype in (bf16, fp32)
+        and beta.dtype in (bf16, fp32)
+        and k.device == v.device == g.device == beta.device == device
+        # K and V are the same, so that the two layouts of a state have one shape.
+        and (state is None or (state.shape == (N, HV, K, V) and state.dtype is fp32 and state.device == device))
+        and (A_log is None or (A_log.numel() == HV and A_log.dtype.is_floating_point and A_log.device == device))
+        and (
+            dt_bias is None
+            or (dt_bias.numel() == HV * K and dt_bias.dtype.is_floating_point and dt_bias.device == device)
+        )
+    ):
+        return tuple.__new__(Dims, (B, T, H, K, HV, V))
+    return None
+
+
+def _options_are_usual(call: Call) -> bool:
+    """The part of `usual_sizes` that looks at no tensor."""
+    for flag in _flags(call):
+        if flag is not True and flag is not False:
+            return False
+    lower_bound = call.lower_bound
+    if lower_bound is None:
+        bound_is_right = not call.use_gate_in_kernel or (call.A_log is not None and not call.safe_gate)
+    else:
+        bound_is_right = isinstance(lower_bound, (float, int)) and SAFE_GATE_BOUND <= lower_bound < 0
+    return (
+        bound_is_right
+        and isinstance(call.scale, (float, int))
+        and type(call.chunk_size) is int
+        and call.chunk_size in FLA_CHUNK_SIZES
+        and (call.use_beta_sigmoid_in_kernel or not call.allow_neg_eigval)
+        and not call.return_intermediate_states
+        and not call.use_graph
+        and call.cp_context is None
+        and call.cu_seqlens_cpu is None
+        and not call.unknown
+    )
+
+
 def decide(call: Call) -> Decision:
     """Decide which path serves `call`. Pure: nothing is computed, logged or read from a GPU."""
+    dims = usual_sizes(call)
+    if dims is not None and _first(_not_covered, call, dims) is None:
+        device = device_facts(call.q.device)
+        if device.kind == "cuda":
+            arch, reason = library_for(device.capability)
+            return Decision("triton", reason) if arch is None else _cuda_decision(arch, switches.forced_path())
     reason = _first(READABLE, call, None)
     if reason is not None:
         return Decision("triton", reason)

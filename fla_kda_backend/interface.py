@@ -143,7 +143,8 @@ def _call_fla(arguments: dict[str, Any], reason: str) -> tuple:
         from fla.ops.kda import chunk_kda as fla_chunk_kda
     except ImportError as problem:
         raise RuntimeError(f"chunk_kda cannot be served: {reason}; and there is no FLA to fall back to") from problem
-    honoured = Signature.of(fla_chunk_kda).honoured
+    signature = Signature.of(fla_chunk_kda)
+    honoured = signature.honoured.union(name for name, _ in signature.newer)
     # What is not asked for need not be passed: an older FLA has no parameter for it.
     asked = {name: x for name, x in arguments.items() if name in REQUIRED or x is not DEFAULTS.get(name, arguments)}
     if "transpose_state_layout" in arguments and "state_v_first" in honoured:  # there it warns or is refused, even False

@@ -102,11 +102,21 @@ def count_segments(heads: int, tokens: int, multiprocessors: int) -> int:
     return segments if segments >= MIN_SEGMENTS else 1
 
 
+def _packed(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, or a copy of it where it is not contiguous or not aligned."""
+    if tensor is None:
+        return None
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
+
+
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     """The [B, T, heads, K] tensor, or a copy of it where its rows are not contiguous or not aligned."""
+    aligned = tensor.data_ptr() % _ALIGNMENT == 0
     if tensor.is_contiguous():
-        return _packed(tensor)
-    size, aligned = tensor.element_size(), tensor.data_ptr() % _ALIGNMENT == 0
+        return tensor if aligned else tensor.clone()
+    size = tensor.element_size()
     for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
         aligned = aligned and (length == 1 or stride * size % _ALIGNMENT == 0)
     if aligned and tensor.stride(-1) == 1:
@@ -115,16 +125,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
         rows = tensor.new_empty(tensor.shape)
         torch.ops.fla_kda_backend.transpose_tokens(tensor, rows)
         return rows
-    return _packed(tensor.contiguous())
-
-
-def _packed(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor, or a copy of it where it is not contiguous or not aligned."""
-    if tensor is None:
-        return None
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
+    return tensor.contiguous()
 
 
 def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -141,7 +142,8 @@ def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor
     """
     v = call.v
     B, T, HV, V = v.shape
-    o = v.new_empty((B, T, HV, V))
+    # Quicker than new_empty, which reads the sizes out of Python.
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
     K = call.k.shape[-1]
     N = B if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
     segments, maps, order = 1, None, None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fla_kda_backend import log, switches
+from fla_kda_backend import log, ops, switches
 from fla_kda_backend.call import Call, NotBindable, Signature
 from fla_kda_backend.dispatch import CUDA_PATHS, SERVED_BY_US, Decision, decide, fla_refuses
 
@@ -24,8 +24,6 @@ class StrictModeError(RuntimeError):
 
 def _run_cuda(path: str) -> Callable[[Call], tuple]:
     def run(call: Call) -> tuple:
-        from fla_kda_backend import ops
-
         return ops.chunk_kda_forward(call, path)
 
     return run

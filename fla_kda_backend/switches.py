@@ -1,6 +1,7 @@
 """Which environment variables steer the package, and what do they say? Read at every call: they work at any time."""
 
 import os
+from functools import cache
 
 VARIABLES = (
     "FLA_KDA_BACKEND",
@@ -20,10 +21,16 @@ def read(name: str) -> str:
     call; the mapping behind it is asked directly where there is one.
     """
     try:
-        value = os.environ._data.get(os.environ.encodekey(name))
+        value = os.environ._data.get(_key(name))
     except AttributeError:
         return os.environ.get(name, "")
     return "" if value is None else os.environ.decodevalue(value)
+
+
+@cache
+def _key(name: str) -> bytes | str:
+    """A variable's name in the form in which `os.environ` keeps it: encoded, or in capitals on Windows."""
+    return os.environ.encodekey(name)
 
 
 def backend_is_off() -> bool:

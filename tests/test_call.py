@@ -127,6 +127,16 @@ def test_both_names_of_the_state_layout_are_refused():
     assert problem.value.refused
 
 
+def test_a_parameter_of_a_newer_fla_is_unknown_here_unless_it_asks_for_nothing():
+    def chunk_kda(q, k, v, g, beta, use_gate_in_kernel=False, window=None, **kwargs): ...
+
+    signature = Signature.of(chunk_kda)
+    given = dict(zip("qkv", (torch.zeros(1, 1, 1, 1),) * 3), g=None, beta=None)
+    assert signature.bind((), given | {"window": 3}).unknown == ("window",)
+    assert signature.bind((), given | {"window": None}).unknown == ()
+    assert signature.bind((*given.values(), False, 3), {}).unknown == ("window",)
+
+
 def test_unknown_keywords_are_named():
     assert NEWEST.bind((), tensors() | dict(head_first=False, foo=None)).unknown == ("foo", "head_first")
 

@@ -148,6 +148,7 @@ REFUSED_BY_FLA = {
         "needs use_beta_sigmoid_in_kernel",
     ),
     "k's shape": (lambda d: call_on(d, k=zeros(2, 6, 1, K, device=d, dtype=torch.bfloat16)), "k has shape"),
+    "no heads": (lambda d: call_on(d, H=0), "HV=4 value heads are not a multiple of H=0"),
     "HV not a multiple of H": (lambda d: call_on(d, H=3), "HV=4 value heads are not a multiple of H=3"),
     "g's shape": (lambda d: call_on(d, g=zeros(2, 6, 2, K, device=d)), "g has shape"),
     "beta's shape": (lambda d: call_on(d, beta=zeros(2, 6, 4, 1, device=d)), "beta has shape"),
@@ -218,6 +219,7 @@ LEFT = {
     ),
     "scale is a tensor": (lambda d: call_on(d, scale=zeros(1, device=d)), "scale is a Tensor"),
     "bound is a tensor": (lambda d: call_on(d, lower_bound=zeros(1, device=d)), "lower_bound is a Tensor"),
+    "chunk_size is a float": (lambda d: call_on(d, chunk_size=64.0), "chunk_size is a float"),
     "q is a list": (lambda d: call_on(d, q=[1.0]), "q: not a tensor"),
     "A_log is a number": (lambda d: call_on(d, A_log=0.5), "A_log: not a tensor"),
     "cu_seqlens is a list": (lambda d: packed_on(d, cu_seqlens=[0, 6]), "cu_seqlens: not a tensor"),
@@ -317,6 +319,9 @@ def test_integers_are_refused_on_the_cpu(name):
 GPU_DECLINES = {
     "K": (lambda: call_on(GPU, K=64), "head_dim K=64 is not supported (128)"),
     "V": (lambda: call_on(GPU, V=256), "head_dim V=256 is not supported (128)"),
+    "v without a last dimension": (
+        lambda: call_on(GPU, v=zeros(2, 6, 4, device=GPU, dtype=torch.bfloat16)), "head_dim V=0 is not supported",
+    ),
     "no batch": (lambda: call_on(GPU, B=0), "nothing to compute"),
     "fp16 q": (lambda: call_on(GPU, q=zeros(2, 6, 2, K, device=GPU, dtype=torch.float16)), "q is float16"),
     "fp32 k": (lambda: call_on(GPU, k=zeros(2, 6, 2, K, device=GPU)), "k is float32"),
@@ -383,6 +388,52 @@ def test_parameters_that_are_not_used_need_no_gradients(gpu, name):
     arguments = {field: getattr(call, field) for field in ("q", "k", "v", "g", "beta")}
     call = NEWEST.bind((), arguments | {name: getattr(call, name).requires_grad_()})
     assert decide(call) == OURS[GPU]
+
+
+# --- calls of the usual kind ------------------------------------------------------------------------------------------
+
+# Served forms about which the rules are asked: they are rare.
+NOT_USUAL = {"varlen with a copy on the host", "graph"}
+STOPPED = [build for table in (REFUSED_BY_FLA, LATE, LEFT, MALFORMED) for build, _ in table.values()]
+STOPPED += [lambda device, build=build: build() for build, _ in GPU_DECLINES.values()]
+
+
+def rules_asked(monkeypatch) -> list:
+    """The rules that are asked from now on, one after the other."""
+    asked, first = [], dispatch._first
+
+    def noting(rules, call, dims):
+        asked.extend(rules)
+        return first(rules, call, dims)
+
+    monkeypatch.setattr(dispatch, "_first", noting)
+    return asked
+
+
+@pytest.mark.parametrize("form", SERVED)
+def test_calls_of_the_usual_kind_are_served_without_asking_every_rule(gpu, monkeypatch, form):
+    call = SERVED[form](GPU)
+    asked = rules_asked(monkeypatch)
+    assert decide(call) == OURS[GPU]
+    if form in NOT_USUAL:
+        assert dispatch.usual_sizes(call) is None and set(asked) > {dispatch.cuda_gradients, dispatch.fla_shapes}
+    else:
+        assert dispatch.usual_sizes(call) == dispatch.Dims.of(call) and asked == [dispatch.cuda_gradients]
+
+
+@pytest.mark.parametrize("build", STOPPED)
+def test_a_call_that_a_rule_stops_is_never_of_the_usual_kind(gpu, build):
+    assert dispatch.usual_sizes(build(GPU)) is None
+
+
+def test_every_rule_for_a_gpu_is_covered_or_asked():
+    groups = (
+        dispatch.READABLE, dispatch.CUDA_DOES_NOT, dispatch.FLA_REFUSES, dispatch.NOT_OURS, dispatch.MALFORMED,
+        dispatch.FLA_REFUSES_LATE, dispatch.CUDA_CANNOT_HOLD,
+    )  # fmt: skip
+    rules = [rule for group in groups for rule in group]
+    assert dispatch._COVERED < set(rules)
+    assert [rule for rule in rules if rule not in dispatch._COVERED] == list(dispatch._not_covered)
 
 
 # --- devices and libraries --------------------------------------------------------------------------------------------

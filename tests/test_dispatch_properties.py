@@ -1,7 +1,9 @@
 """Do the dispatcher's rules hold for any values, and not only for those that somebody thought of?"""
 
+import inspect
 import itertools
 import math
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fla_kda_backend import dispatch, ops
+from fla_kda_backend.call import NotBindable
 from fla_kda_backend.dispatch import CUDA_PATHS, Decision, DeviceFacts, decide
+from tests.kdakit import fuzz
+from tests.test_call import NEWEST, newest
 from tests.test_dispatch import CPU, GPU, OURS, call_on, gpu, packed_on  # noqa: F401 (gpu is a fixture)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.bool, torch.complex64)
@@ -111,6 +116,34 @@ def test_a_decision_does_not_depend_on_the_calls_before_it(history):
         forwards = [decide(with_dtypes(dtypes)) for dtypes in history]
         backwards = [decide(with_dtypes(dtypes)) for dtypes in reversed(history)]
     assert forwards == backwards[::-1]
+
+
+# --- calls of the usual kind ------------------------------------------------------------------------------------------
+
+RANDOM_CALLS = 400
+
+
+def test_random_calls_of_the_usual_kind_are_those_that_every_rule_lets_through(gpu, monkeypatch):  # noqa: F811
+    order = {name: p.default for name, p in inspect.signature(newest).parameters.items() if p.kind != p.VAR_KEYWORD}
+    usual = decided = 0
+    for number in range(RANDOM_CALLS):
+        recipe = fuzz.generate(Random(f"usual-{number}"), fuzz.GPU)
+        try:
+            call = NEWEST.bind(*recipe.build(order))
+        except NotBindable:
+            continue
+        with torch.set_grad_enabled(recipe.grad_mode == "grad"):
+            decision, sizes = decide(call), dispatch.usual_sizes(call)
+            with monkeypatch.context() as without:
+                without.setattr(dispatch, "usual_sizes", lambda call: None)
+                assert decide(call) == decision, recipe
+        decided += 1
+        if sizes is not None:
+            usual += 1
+            assert sizes == dispatch.Dims.of(call)
+            assert decision == OURS[GPU] or "gradients are needed" in decision.reason, recipe
+    # Lest the generator makes no such calls, or no others.
+    assert RANDOM_CALLS / 10 < usual < decided - RANDOM_CALLS / 10, (usual, decided)
 
 
 # --- architectures and libraries --------------------------------------------------------------------------------------
