@@ -6,9 +6,10 @@
     python scripts/gpu_check.py --source-hash                   the hash of csrc/ and the package; needs no torch
 
 Runs tests/gpu once for each kernel that runs on the GPU, file by file as groups, then the full comparison of
-scripts/parity.py (of which tests/gpu/test_parity.py has the callers' forms too, left out here), in one process. The record is {source_sha256, gpu, versions, groups: {name: {passed, failed,
-skipped}}, counts: {name: number}, faults: [kind], seconds, complete}; it is rewritten after each group, so that a run
-that is cut short leaves what it had. Exits with 1 when anything failed or nothing passed.
+scripts/parity.py (of which tests/gpu/test_parity.py has the callers' forms too, left out here), in one process. The
+record is {source_sha256, gpu, versions, groups: {name: {passed, failed, skipped}}, counts: {name: number}, faults:
+[kind], seconds, complete}; it is rewritten after each group, so that a run that is cut short leaves what it had. Exits
+with 1 when anything failed or nothing passed.
 
 `counts` are of what tests did beyond being a test, and only of those that passed: a test reports n of something by
 `record_property("count:something", n)`; "two-GPU tests" carry the marker `two_gpus`; `faults` are the kinds named by

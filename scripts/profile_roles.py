@@ -5,8 +5,8 @@
     ncu --import kernel.ncu-rep --page source --csv > kernel.csv
     python scripts/profile_roles.py kernel.csv --heads 132 [--try NAME] [--roles ROLES.csv] [--sets SETS.csv]
 
-`--run` makes three calls of so many heads (132: a block a head, 66: two), 2048 tokens, bf16 bounded gates, random
-inputs; it needs a GPU and torch. Reading a profile needs neither. Rows are added to files that exist, with the name of
+`--run` makes three calls of so many heads (132: a block a head, 66: two), 2048 tokens, inputs as for the benchmark's rows
+of short memory; it needs a GPU and torch. Reading a profile needs neither. Rows are added to files that exist, with the name of
 the try and the blocks a head. ROLES.csv: role, warps' instructions a chunk (waiting
 loops left out), samples, and of those the percentage at barriers and without an instruction to issue, and the lines of
 128 bytes that the role executes. SETS.csv: for lines that share their address modulo 8 KB with so many others of the
@@ -22,6 +22,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 TOKENS, CHUNK = 2048, 16
 ROLES = ("consumers", "scalers", "builders", "mover")
 INSTRUCTION_BYTES, LINE_BYTES = 16, 128
@@ -66,8 +67,8 @@ class Role:
         return lines
 
 
-def read(path: Path) -> list[Instruction]:
-    """The instructions of a source page, whose addresses begin with 0.
+def read(path: Path) -> tuple[int, list[Instruction]]:
+    """How many blocks share a head, and the kernel's instructions, whose addresses begin with 0, from a source page.
 
     Raises:
         ValueError: the file is no such page.
@@ -75,13 +76,14 @@ def read(path: Path) -> list[Instruction]:
     with path.open(newline="") as file:
         rows = list(csv.reader(file))
     titles = next((row for row in rows if row[:2] == ["Address", "Source"]), None)
-    if titles is None:
-        raise ValueError(f"{path} is not what `ncu --page source --csv` prints")
+    kernel = re.search(r"chunk_kda_fwd_kernel<\w+, \(int\)(\d)>", " ".join(rows[0]) if rows else "")
+    if titles is None or kernel is None:
+        raise ValueError(f"{path} is not what `ncu --page source --csv` prints of the kernel")
     columns = [titles.index(name) for name in ("Instructions Executed", "# Samples", "stall_no_inst")]
     body = [row for row in rows[rows.index(titles) + 1 :] if len(row) == len(titles)]
     first = int(body[0][0], 16)
     texts = [re.sub(r"0x([0-9a-f]{8,})$", lambda at: hex(int(at[1], 16) - first), row[1].strip()) for row in body]
-    return [
+    return int(kernel[1]), [
         Instruction(int(row[0], 16) - first, text, *(int(row[column] or 0) for column in columns))
         for row, text in zip(body, texts, strict=True)
     ]
@@ -169,21 +171,17 @@ def set_rows(roles: dict[str, Role], chunks: int) -> list[dict]:
 
 
 def run(heads: int) -> None:
+    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import benchmark_rows
     import torch
 
     from fla_kda_backend import chunk_kda
 
-    random = torch.Generator(device="cuda").manual_seed(0)
-    shape = (1, TOKENS, heads, 128)
-    q, k, v, g = (torch.randn(shape, generator=random, device="cuda").bfloat16() for _ in range(4))
-    beta = torch.randn(shape[:3], generator=random, device="cuda").bfloat16()
-    A_log = torch.rand(heads, generator=random, device="cuda")
+    arguments = benchmark_rows.inputs(benchmark_rows.Row(1, TOKENS, heads), device="cuda")
     with torch.no_grad():
         for _ in range(3):
-            chunk_kda(
-                q, k, v, g, beta, A_log=A_log, lower_bound=-5.0, use_gate_in_kernel=True, output_final_state=True,
-                use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-            )  # fmt: skip
+            chunk_kda(**arguments)
     torch.cuda.synchronize()
 
 
@@ -219,9 +217,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.profile is None:
         parser.error("a profile, or --run")
-    blocks_a_head = 1 if options.heads > 66 else 2
+    blocks_a_head, instructions = read(options.profile)
     chunks = options.heads * blocks_a_head * TOKENS // CHUNK
-    roles = split_roles(read(options.profile))
+    roles = split_roles(instructions)
     label = {"try": options.name, "blocks_a_head": blocks_a_head}
     write([label | row for row in role_rows(roles, chunks)], options.roles)
     write([label | row for row in set_rows(roles, chunks)], options.sets)
