@@ -21,6 +21,9 @@ KERNELS = {"portable": 0, "hopper": 1}
 MIN_SEGMENTS = 3
 MIN_SEGMENTED_TOKENS = 4096
 MIN_SEGMENT_TOKENS = 256
+# Each turn is one more launch and one more trip of the states through memory.
+MAX_TURNS = 6
+MIN_TURN_TOKENS = 1024
 # Up to so many packed sequences are taken longest first.
 MAX_ORDERED_SEQUENCES = 1024
 
@@ -87,8 +90,8 @@ def count_segments(heads: int, tokens: int, multiprocessors: int) -> int:
     """How many segments of each sequence the Hopper kernel should run side by side; 1 where it should run them whole.
 
     Segments need the maps of the inner ones first, so that a call of n segments runs 2n - 3 and then n - 1 segments a head,
-    each of 1/n of the chunks, instead of one whole sequence. That pays where both passes fit the device at once, and where
-    the segments are long enough to outweigh two more launches and the states that travel between them.
+    each of about 1/n of the chunks, instead of one whole sequence. That pays where both passes fit the device at once, and
+    where the segments are long enough to outweigh two more launches and the states that travel between them.
 
     Args:
         heads: sequences x value heads. tokens: of a sequence (their mean in a packed call).
@@ -96,10 +99,29 @@ def count_segments(heads: int, tokens: int, multiprocessors: int) -> int:
     """
     if heads == 0 or tokens < MIN_SEGMENTED_TOKENS:
         return 1
-    fitting = multiprocessors // (2 * heads) + 1  # so that the n - 1 may have two blocks each, half of V a block
+    # Two blocks, each for half of V, for the first segment beside the maps, and then for each of the n - 1.
+    fitting = multiprocessors // (2 * heads) + 1
     longest = tokens // MIN_SEGMENT_TOKENS
     segments = min(fitting, longest)
     return segments if segments >= MIN_SEGMENTS else 1
+
+
+def count_turns(heads: int, tokens: int, multiprocessors: int) -> int:
+    """In how many turns the Hopper kernel should run each sequence; 1 where it should run them whole.
+
+    With more than one, every turn runs the next segment of all sequences, with two blocks for as many heads as there are
+    multiprocessors to spare: others each turn, and their segments are the longer ones. That pays where the heads fill more
+    than half of the device, but not all of it.
+
+    Args:
+        heads: sequences x value heads. tokens: of a sequence (their mean in a packed call).
+        multiprocessors: of the device.
+    """
+    spare = multiprocessors - heads
+    if spare <= 0 or heads <= spare:
+        return 1
+    turns = -(-heads // spare)
+    return turns if turns <= MAX_TURNS and tokens >= turns * MIN_TURN_TOKENS else 1
 
 
 def _packed(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -146,14 +168,21 @@ def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     K = call.k.shape[-1]
     N = B if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-    segments, maps, order = 1, None, None
+    segments, turns, pairs, scratch, order = 1, 1, False, None, None
     if path == "hopper":
-        multiprocessors = _multiprocessors(v.device)
-        segments = count_segments(N * HV, T if call.cu_seqlens is None else T // max(N, 1), multiprocessors)
-        if call.cu_seqlens is not None and 1 < N <= MAX_ORDERED_SEQUENCES and N * HV > multiprocessors:
+        multiprocessors, heads = _multiprocessors(v.device), N * HV
+        tokens = T if call.cu_seqlens is None else T // max(N, 1)
+        pairs = 2 * heads <= multiprocessors
+        if pairs:
+            segments = count_segments(heads, tokens, multiprocessors)
+        else:
+            turns = count_turns(heads, tokens, multiprocessors)
+        if call.cu_seqlens is not None and 1 < N <= MAX_ORDERED_SEQUENCES and heads > multiprocessors:
             order = v.new_empty(N, dtype=torch.int32)
         if segments > 1:
-            maps = v.new_empty((N, segments, HV, 2, V, K), dtype=torch.float32)
+            scratch = v.new_empty((N, segments, HV, 2, V, K), dtype=torch.float32)
+        elif turns > 1:
+            scratch = v.new_empty((N, HV, V, K), dtype=torch.float32)
     final_state = None
     if call.output_final_state:
         final_state = v.new_empty((N, HV, V, K) if call.state_v_first else (N, HV, K, V), dtype=torch.float32)
@@ -177,7 +206,9 @@ def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor
         call.state_v_first,
         KERNELS[path],
         segments,
-        maps,
+        turns,
+        pairs,
+        scratch,
         order,
     )
     return o, final_state

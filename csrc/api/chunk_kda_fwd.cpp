@@ -4,6 +4,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <initializer_list>
 
 #include "api/chunk_kda_fwd_params.h"
@@ -78,30 +79,41 @@ cudaError_t launch_portable(const ChunkKdaFwdParams& params, cudaStream_t stream
 }
 
 #if FLA_KDA_HAS_SM90
-cudaError_t launch_hopper_pass(ChunkKdaFwdParams params, Pass pass, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch_hopper_pass(ChunkKdaFwdParams params, Pass pass, int64_t paired, cudaStream_t stream) {
     params.pass = pass;
-    // Two blocks a head shorten its chain of chunks; they pay while the device has multiprocessors to spare.
-    const bool split = 2 * blocks_of_pass(params) <= multiprocessors;
+    params.paired = paired;
     if (params.g_dtype == Dtype::kBFloat16) {
-        return split ? kda::sm90::launch_gate_bf16_split(params, stream) : kda::sm90::launch_gate_bf16(params, stream);
+        return paired ? kda::sm90::launch_gate_bf16_paired(params, stream)
+                      : kda::sm90::launch_gate_bf16(params, stream);
     }
-    return split ? kda::sm90::launch_gate_fp32_split(params, stream) : kda::sm90::launch_gate_fp32(params, stream);
+    return paired ? kda::sm90::launch_gate_fp32_paired(params, stream) : kda::sm90::launch_gate_fp32(params, stream);
 }
 
-cudaError_t launch_hopper(const ChunkKdaFwdParams& params, int device, cudaStream_t stream) {
-    int multiprocessors = 0;
-    cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+// Each turn, the heads that have not had two blocks yet and come next have them.
+cudaError_t launch_turns(ChunkKdaFwdParams params, int turns, cudaStream_t stream) {
+    const int64_t heads = params.num_sequences * params.num_v_heads;
+    params.segments = turns;
+    cudaError_t error = cudaSuccess;
+    for (params.turn = 0; params.turn < turns && error == cudaSuccess; ++params.turn) {
+        const int64_t left = std::max(heads - params.turn * paired_a_turn(params), int64_t(0));
+        error = launch_hopper_pass(params, Pass::kTurn, std::min(paired_a_turn(params), left), stream);
+    }
+    return error;
+}
+
+cudaError_t launch_hopper(const ChunkKdaFwdParams& params, int turns, bool pairs, cudaStream_t stream) {
+    const int64_t heads = params.num_sequences * params.num_v_heads;
+    cudaError_t error = params.order ? kda::sm90::launch_rank_sequences(params, stream) : cudaSuccess;
     if (error != cudaSuccess) return error;
-    if (params.order) error = kda::sm90::launch_rank_sequences(params, stream);
-    if (error != cudaSuccess) return error;
-    if (params.segments == 1) return launch_hopper_pass(params, Pass::kWhole, multiprocessors, stream);
-    error = launch_hopper_pass(params, Pass::kMaps, multiprocessors, stream);
-    if (error == cudaSuccess && params.num_sequences > 0) error = kda::sm90::launch_join_segments(params, stream);
-    if (error == cudaSuccess) error = launch_hopper_pass(params, Pass::kReplay, multiprocessors, stream);
+    if (turns > 1) return launch_turns(params, turns, stream);
+    if (params.segments == 1) return launch_hopper_pass(params, Pass::kWhole, pairs ? heads : 0, stream);
+    error = launch_hopper_pass(params, Pass::kMaps, heads, stream);
+    if (error == cudaSuccess && heads > 0) error = kda::sm90::launch_join_segments(params, stream);
+    if (error == cudaSuccess) error = launch_hopper_pass(params, Pass::kReplay, heads * (params.segments - 1), stream);
     return error;
 }
 #else
-cudaError_t launch_hopper(const ChunkKdaFwdParams&, int, cudaStream_t) {
+cudaError_t launch_hopper(const ChunkKdaFwdParams&, int, bool, cudaStream_t) {
     return cudaErrorNoKernelImageForDevice;
 }
 #endif
@@ -112,7 +124,8 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
                    std::optional<Tensor> dt_bias, std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens,
                    Tensor o, std::optional<Tensor> final_state, double scale, bool use_qk_l2norm, bool use_gate,
                    std::optional<double> lower_bound, int64_t beta_mode, bool state_v_first, int64_t kernel,
-                   int64_t segments, std::optional<Tensor> maps, std::optional<Tensor> order) {
+                   int64_t segments, int64_t turns, bool pairs, std::optional<Tensor> scratch,
+                   std::optional<Tensor> order) {
     STD_TORCH_CHECK(q.dim() == 4 && v.dim() == 4, "chunk_kda_fwd: q and v must have four dimensions");
     STD_TORCH_CHECK(q.is_cuda(), "chunk_kda_fwd: q must be a CUDA tensor");
     const int64_t batch = q.size(0), tokens = q.size(1), H = q.size(2), HV = v.size(2);
@@ -125,7 +138,8 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
                     "chunk_kda_fwd: q, k, v and o must be bfloat16");
     STD_TORCH_CHECK(beta_mode >= 0 && beta_mode <= 2, "chunk_kda_fwd: unknown beta_mode");
     STD_TORCH_CHECK(kernel == kPortable || kernel == kHopper, "chunk_kda_fwd: unknown kernel");
-    STD_TORCH_CHECK(segments >= 1 && segments <= 1024, "chunk_kda_fwd: segments must be 1..1024");
+    STD_TORCH_CHECK(segments >= 1 && segments <= 1024 && turns >= 1 && turns <= 1024 && (segments == 1 || turns == 1),
+                    "chunk_kda_fwd: segments and turns must be 1..1024, one of them 1");
     STD_TORCH_CHECK(kernel != kHopper || !use_gate || !(lower_bound.value_or(0.0) < -110.0),
                     "chunk_kda_fwd: the Hopper kernel needs a lower_bound of at least -110");
     STD_TORCH_CHECK(!use_gate || A_log.has_value() || lower_bound.has_value(),
@@ -189,11 +203,12 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
     params.state_v_first = state_v_first;
 
     params.segments = int(segments);
-    if (segments > 1) {
-        STD_TORCH_CHECK(kernel == kHopper && maps.has_value() && maps->scalar_type() == ScalarType::Float,
-                        "chunk_kda_fwd: segments need the Hopper kernel and float32 maps");
-        params.maps =
-            const_cast<float*>(static_cast<const float*>(address(*maps, "maps", 2 * segments * state_numel, device)));
+    if (segments > 1 || turns > 1) {
+        STD_TORCH_CHECK(kernel == kHopper && scratch.has_value() && scratch->scalar_type() == ScalarType::Float,
+                        "chunk_kda_fwd: segments and turns need the Hopper kernel and float32 scratch memory");
+        const int64_t numel = segments > 1 ? 2 * segments * state_numel : state_numel;
+        float* memory = const_cast<float*>(static_cast<const float*>(address(*scratch, "scratch", numel, device)));
+        (segments > 1 ? params.maps : params.carried) = memory;
     }
 
     if (order) {
@@ -208,6 +223,6 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
     const torch::stable::accelerator::DeviceGuard guard(device);
     const cudaStream_t stream = current_cuda_stream(device);
     const cudaError_t error =
-        kernel == kHopper ? launch_hopper(params, device, stream) : launch_portable(params, stream);
+        kernel == kHopper ? launch_hopper(params, int(turns), pairs, stream) : launch_portable(params, stream);
     STD_TORCH_CHECK(error == cudaSuccess, "chunk_kda_fwd: launch failed: ", cudaGetErrorString(error));
 }

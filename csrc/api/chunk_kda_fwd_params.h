@@ -3,14 +3,21 @@
 
 #include <cstdint>
 
+#ifdef __CUDACC__
+#define KDA_HOST_DEVICE __host__ __device__
+#else
+#define KDA_HOST_DEVICE
+#endif
+
 enum class Dtype : int { kFloat32, kBFloat16, kFloat16, kFloat64 };
 enum class GateMode : int { kGiven, kSoftplus, kBounded };  // g as given; -exp(A_log) softplus(.); bound * sigmoid(.)
 enum class BetaMode : int { kGiven, kSigmoid, kTwiceSigmoid };
 
-// What a launch over segments of sequences does. A segment maps the state that enters it to the one that leaves it,
-// affinely: S -> M S + B. `kMaps` finds M and B of every segment but the last (and runs the first for good, its state
-// being known); `kReplay` runs the others from the states that the maps gave.
-enum class Pass : int { kWhole, kMaps, kReplay };
+// What a launch over segments of sequences does. Either they run side by side: a segment maps the state that enters it
+// to the one that leaves it, affinely, S -> M S + B. `kMaps` finds M and B of every segment but the last (and runs the
+// first for good, its state being known); `kReplay` runs the others from the states that the maps gave. Or, `kTurn`, a
+// launch runs one segment of every sequence, and each turn other heads have two blocks.
+enum class Pass : int { kWhole, kMaps, kReplay, kTurn };
 
 // A [B, T, heads, ...] tensor whose last dimension is contiguous: where each row is.
 struct Rows {
@@ -48,21 +55,41 @@ struct ChunkKdaFwdParams {
     bool state_v_first;  // states are [N, HV, V, K] instead of [N, HV, K, V]
     bool cu_seqlens_is_int64;
 
-    // Parallelism over the sequence: 1 and null where there is none.
-    int segments;  // of each sequence, equally many steps each but for the last
+    // Where sequences are cut, on the Hopper kernel; otherwise 1, kWhole and null.
+    int segments;
     Pass pass;
-    float* maps;  // [N, segments, HV, 2, 128 (V), 128 (K)]: M^T, and B^T, later the state leaving the segment
+    int turn;        // of kTurn, which has as many turns as segments
+    int64_t paired;  // the first so many works of the launch have two blocks each, the others one
+    float* maps;     // side by side: [N, segments, HV, 2, V, K]: M^T, and B^T, later the state leaving the segment
+    float* carried;  // in turns: [N, HV, V, K], states between them
 };
 
-// How many blocks a pass over segments has: both maps of the inner segments, the leaving state alone of the first.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-    inline int64_t blocks_of_pass(const ChunkKdaFwdParams& params) {
+// The heads that have two blocks in one turn; all have had them once when the turns are over.
+KDA_HOST_DEVICE inline int64_t paired_a_turn(const ChunkKdaFwdParams& params) {
+    return (params.num_sequences * params.num_v_heads + params.segments - 1) / params.segments;
+}
+
+// How many works a launch has: both maps of the inner segments, the leaving state alone of the first.
+KDA_HOST_DEVICE inline int64_t works_of_pass(const ChunkKdaFwdParams& params) {
     const int64_t heads = params.num_sequences * params.num_v_heads;
     switch (params.pass) {
-        case Pass::kWhole: return heads;
+        case Pass::kWhole:
+        case Pass::kTurn: return heads;
         case Pass::kMaps: return heads * (2 * params.segments - 3);
         default: return heads * (params.segments - 1);
     }
+}
+
+// How many blocks they have; where some have two, blocks come in pairs.
+KDA_HOST_DEVICE inline int64_t blocks_of_pass(const ChunkKdaFwdParams& params) {
+    const int64_t blocks = works_of_pass(params) + params.paired;
+    return params.paired > 0 ? (blocks + 1) / 2 * 2 : blocks;
+}
+
+// Whether a launch goes on from states that one before it of the same call leaves; and whether one goes on from its.
+KDA_HOST_DEVICE inline bool goes_on(const ChunkKdaFwdParams& params) {
+    return params.pass == Pass::kReplay || (params.pass == Pass::kTurn && params.turn > 0);
+}
+KDA_HOST_DEVICE inline bool is_gone_on_from(const ChunkKdaFwdParams& params) {
+    return params.pass == Pass::kMaps || (params.pass == Pass::kTurn && params.turn + 1 < params.segments);
 }

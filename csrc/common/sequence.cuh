@@ -24,8 +24,7 @@ __device__ __forceinline__ const char* row_address(const Rows& rows, const Work&
 }
 
 // The bits of one token's beta; whatever computes with them would wait for them here.
-__device__ __forceinline__ uint32_t load_beta(const ChunkKdaFwdParams& params, const Work& work, int64_t token) {
-    const char* address = row_address(params.beta, work, token, work.v_head);
+__device__ __forceinline__ uint32_t load_beta(const ChunkKdaFwdParams& params, const char* address) {
     return params.beta_dtype == Dtype::kFloat32 ? *reinterpret_cast<const uint32_t*>(address)
                                                 : *reinterpret_cast<const uint16_t*>(address);
 }
@@ -61,22 +60,31 @@ __device__ __forceinline__ Work locate_work(const ChunkKdaFwdParams& params, int
 struct Segment {
     int64_t sequence;
     int index;
+    int longest;  // the index of the one that two blocks run while others have one each
     int v_head;
     bool is_map;  // find M rather than B
 };
 
-__device__ __forceinline__ Segment locate_segment(const ChunkKdaFwdParams& params, int64_t block) {
+// `work`: of the launch. Those that two blocks share come first.
+__device__ __forceinline__ Segment locate_segment(const ChunkKdaFwdParams& params, int64_t work) {
     const int64_t heads = params.num_sequences * params.num_v_heads;
-    const int part = int(block / heads);
-    const int64_t head = block - part * heads, rank = head / params.num_v_heads;
+    const int part = int(work / heads);
+    int64_t head = work - part * heads;
     Segment segment;
+    segment.is_map = params.pass == Pass::kMaps && part >= params.segments - 1;
+    segment.longest = 0;
+    switch (params.pass) {
+        case Pass::kWhole: segment.index = 0; break;
+        case Pass::kMaps: segment.index = segment.is_map ? part - (params.segments - 2) : part; break;
+        case Pass::kReplay: segment.index = part + 1; break;
+        case Pass::kTurn:
+            head = (head + params.turn * paired_a_turn(params)) % heads;
+            segment.index = params.turn;
+            segment.longest = int(head / paired_a_turn(params));
+    }
+    const int64_t rank = head / params.num_v_heads;
     segment.v_head = int(head - rank * params.num_v_heads);
     segment.sequence = params.order ? params.order[rank] : rank;
-    segment.is_map = params.pass == Pass::kMaps && part >= params.segments - 1;
-    segment.index = params.pass == Pass::kWhole    ? 0
-                    : params.pass == Pass::kReplay ? part + 1
-                    : segment.is_map               ? part - (params.segments - 2)
-                                                   : part;
     return segment;
 }
 
@@ -85,13 +93,19 @@ __device__ __forceinline__ bool has_output(const ChunkKdaFwdParams& params, cons
     return params.pass != Pass::kMaps || segment.index == 0;
 }
 
+// Two blocks take two thirds of the time that one takes for a chunk (docs/forward-hopper.md).
+constexpr int kPairedSpeed = 3, kSingleSpeed = 2;
+
 // The part of a sequence that a segment is; possibly none of it.
 __device__ __forceinline__ Work cut_segment(const ChunkKdaFwdParams& params, const Segment& segment) {
     Work work = locate_work(params, segment.sequence * params.num_v_heads + segment.v_head);
     if (params.pass == Pass::kWhole) return work;
-    const int chunks = (work.chunks + params.segments - 1) / params.segments;
-    const int first = min(segment.index * chunks, work.chunks);
-    work.chunks = min(chunks, work.chunks - first);
+    const int others = params.segments - 1, shares = kSingleSpeed * others + kPairedSpeed;
+    const int chunks = int((int64_t(work.chunks) * kSingleSpeed + shares - 1) / shares);
+    const int longest = max(work.chunks - others * chunks, 0);
+    const int before = segment.index > segment.longest ? longest - chunks : 0;  // what the longest has more
+    const int first = min(max(segment.index * chunks + before, 0), work.chunks);
+    work.chunks = min(segment.index == segment.longest ? longest : chunks, work.chunks - first);
     work.first_token += int64_t(first) * kChunk;
     work.output_row += int64_t(first) * kChunk;
     work.length = min(work.length - first * kChunk, work.chunks * kChunk);

@@ -49,7 +49,18 @@ __device__ __forceinline__ bool mbarrier_test(uint64_t* barrier, int parity) {
     return complete;
 }
 
-// Orders this thread's ordinary shared-memory writes before later reads by wgmma.
+// A place in a ring of kSize, and the parity of the phase that its barriers are in.
+template <int kSize>
+struct RingPlace {
+    int index = 0, parity = 0;
+
+    __device__ __forceinline__ void advance(int by = 1) {
+        index += by;
+        if (index >= kSize) index -= kSize, parity ^= 1;
+    }
+};
+
+// Orders this thread's ordinary shared-memory writes before later reads by wgmma and by bulk copies.
 __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,5 +1,5 @@
 // Warpgroup products (sm_90a): D (64 x N, registers) = A (64 x 16, registers) B (16 x N, shared memory) [+ D], bf16
-// operands, or half as many columns of A and rows of B in tf32.
+// operands.
 //
 // Each warp of the warpgroup holds 16 rows, in the fragment layouts of mma.cuh: A as one m16k16 operand, D as N / 8 C
 // tiles. Issue: wgmma_fence, products, wgmma_commit; the registers belong to the hardware until wgmma_wait.
@@ -31,41 +31,6 @@ __device__ __forceinline__ void wgmma_wait() {
 // 8, base 1024-byte aligned. Rows in groups of eight, one group after the other.
 __device__ __forceinline__ uint64_t operand_swizzled_128(uint32_t shared, int offset = 0) {
     return uint64_t((shared >> 4) + offset / 16) | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
-}
-
-// A 16 x 16 operand of four 8 x 8 core matrices, each of eight 16-byte rows along K: first along K, then along N.
-__device__ __forceinline__ uint64_t operand_square(uint32_t shared) {
-    return uint64_t((shared >> 4) + (128 >> 4 << 16)) | uint64_t(256 >> 4) << 32;
-}
-
-// 8 (of K) x N tf32 operands of 8 x 4 core matrices, each of eight 16-byte rows along K: along N one after the other,
-// along K `column_bytes` apart.
-__device__ __forceinline__ uint64_t operand_words(uint32_t shared, int offset, int column_bytes) {
-    return uint64_t((shared >> 4) + offset / 16 + (column_bytes >> 4 << 16)) | uint64_t(128 >> 4) << 32;
-}
-
-// N = 16, tf32. `d`: 8 registers. A as lane = 4 row + column: (row, column), (row + 8, column), (row, column + 4), (row
-// + 8, column + 4).
-__device__ __forceinline__ void wgmma_m64n16k8_tf32(float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k8.f32.tf32.tf32 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7}, "
-        "{%8,%9,%10,%11}, %12, p, 1, 1;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));
-}
-
-// N = 16. `d`: 8 registers.
-template <int kTransposeB>
-__device__ __forceinline__ void wgmma_m64n16k16(float* d, const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7}, "
-        "{%8,%9,%10,%11}, %12, p, 1, 1, %14;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(kTransposeB));
 }
 
 // N = 32. `d`: 16 registers.

@@ -85,7 +85,7 @@ class Producer {
         load_rows<__nv_bfloat16, true>(own_.k, params_.k, chunk, work_.qk_head);
         load_rows<GateT, false>(own_.g, params_.g, chunk, work_.v_head);
         if (thread_ < rows_of(chunk)) {
-            next_beta_ = load_beta(params_, work_, chunk * kChunk + thread_);
+            next_beta_ = load_beta(params_, row_address(params_.beta, work_, chunk * kChunk + thread_, work_.v_head));
         }
     }
 

@@ -13,6 +13,7 @@
 #include "common/gates.cuh"
 #include "common/sequence.cuh"
 #include "common/small_products.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
@@ -21,55 +22,77 @@
 
 namespace kda::sm90 {
 
+template <int kBlocks>
 class Builder {
  public:
-    __device__ __forceinline__ Builder(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem, int index)
+    __device__ __forceinline__ Builder(const ChunkKdaFwdParams& params, const Work& work, SharedMemory<kBlocks>& smem,
+                                       int rank, int index)
         : params_(params),
           work_(work),
           smem_(smem),
           own_(smem.blocks[index]),
           lane_(threadIdx.x % 32),
+          rank_(rank),
           index_(index),
-          token_(index * kChunk + lane_),
+          token_((rank + kBlocks * index) * kChunk + lane_),
           beta_(row_address(params.beta, work, token_, work.v_head)) {}
 
     __device__ __forceinline__ void run() {
         uint32_t next_beta = load_next_beta();
-        int slot = index_, input_parity = 0, stage_index = index_, stage_parity = 0;
-        static_assert(kBuilders <= kInputs && kBuilders <= kStages);
-        for (int chunk = index_; chunk < work_.chunks; chunk += kBuilders) {
-            Stage& stage = smem_.stage[stage_index];
-            const Input& input = smem_.input[slot];
+        const int own = own_chunks<kBlocks>(work_.chunks, rank_);
+        ptx::RingPlace<Roles<kBlocks>::kInputs> slot{index_};
+        ptx::RingPlace<Roles<kBlocks>::kStages> place{rank_ + kBlocks * index_};
+        for (int index = index_; index < own; index += kBuilders) {
+            const int chunk = rank_ + kBlocks * index;
+            Stage& stage = smem_.stage[place.index];
+            const Input& input = smem_.input[slot.index];
             const uint32_t beta_bits = next_beta;
             next_beta = load_next_beta();
 
-            ptx::mbarrier_wait(&smem_.input_full[slot], input_parity);
+            ptx::mbarrier_wait(&smem_.input_full[slot.index], slot.parity);
             const Products products = multiply_same_tokens(input);
-            ptx::mbarrier_wait(&smem_.scaled[stage_index], stage_parity);  // also: the stage is free
+            ptx::mbarrier_wait(&smem_.scaled[place.index], place.parity);  // also: the stage is free
+            const bool steep = stage.steep[0] | stage.steep[1];
+            if (!steep) release(slot.index);  // only steep pairs need raw rows
             write_scalars(stage, products, beta_bits, min(work_.length - chunk * kChunk, kChunk));
             float L[2][4] = {}, P[2][4] = {};  // columns 0..7, 8..15
             multiply(L, P, stage);
-            if (__builtin_expect(stage.felt[0] | stage.felt[1], false)) SteepPairs(stage, input).add(L, P);
-            __syncwarp();
-            if (lane_ == 0) ptx::mbarrier_arrive(&smem_.input_empty[slot]);
+            if (__builtin_expect(steep, false)) {
+                SteepPairs(stage, input).add(L, P);
+                restore_keys(stage, input);
+                release(slot.index);
+            }
             write_p(P, products, stage);
             invert(L, stage);
+            if constexpr (kBlocks > 1) ptx::fence_async_proxy();
             __syncwarp();
-            if (lane_ == 0) ptx::mbarrier_arrive(&smem_.built[stage_index]);
-            if ((slot += kBuilders) >= kInputs) slot -= kInputs, input_parity ^= 1;
-            if ((stage_index += kBuilders) >= kStages) stage_index -= kStages, stage_parity ^= 1;
+            if (lane_ == 0) {
+                ptx::mbarrier_arrive(&smem_.built[place.index]);
+                if constexpr (kBlocks > 1) send(stage, &smem_.built[place.index]);
+            }
+            slot.advance(kBuilders);
+            place.advance(kBlocks * kBuilders);
         }
     }
 
  private:
+    __device__ __forceinline__ void release(int slot) const {
+        __syncwarp();
+        if (lane_ == 0) ptx::mbarrier_arrive(&smem_.input_empty[slot]);
+    }
+
+    // The stage to the other block, where the same stage is free, too: both blocks' consumers have left it.
+    __device__ __forceinline__ void send(const Stage& stage, uint64_t* built) const {
+        const uint32_t barrier = ptx::cluster_address(built, rank_ ^ 1);
+        ptx::mbarrier_arrive_expect_cluster(barrier, kStageBytes);
+        ptx::copy_to_cluster(ptx::cluster_address(&stage, rank_ ^ 1), &stage, kStageBytes, barrier);
+    }
+
     // The bits of the lane's token in the builder's next chunk; whatever computes with them would wait for them here.
     __device__ __forceinline__ uint32_t load_next_beta() {
         uint32_t bits = 0;
-        if (lane_ < kChunk && token_ < uint32_t(work_.length)) {
-            bits = params_.beta_dtype == Dtype::kFloat32 ? *reinterpret_cast<const uint32_t*>(beta_)
-                                                         : *reinterpret_cast<const uint16_t*>(beta_);
-        }
-        token_ += kBuilders * kChunk, beta_ += kBuilders * kChunk * params_.beta.token_bytes;
+        if (lane_ < kChunk && token_ < uint32_t(work_.length)) bits = load_beta(params_, beta_);
+        token_ += kBlocks * kBuilders * kChunk, beta_ += kBlocks * kBuilders * kChunk * params_.beta.token_bytes;
         return bits;
     }
 
@@ -150,6 +173,27 @@ class Builder {
                 ptx::mma_m16n8k16(P[1], q, b[2], b[3]);
             }
         }
+    }
+
+    // Steep halves of K are updated with k 2^(G_last-G-A), in the place of the operand that L and P needed.
+    __device__ __forceinline__ void restore_keys(Stage& stage, const Input& input) const {
+        __syncwarp();
+        const int lane = ptx::lane_id();
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+            if (!stage.steep[half]) continue;
+            const int channel = 64 * half + 2 * lane;
+            const float2 last = *reinterpret_cast<const float2*>(&input.g[decay_index(kChunk - 1, channel)]);
+#pragma unroll 4
+            for (int row = 0; row < kChunk; ++row) {
+                const float2 G = *reinterpret_cast<const float2*>(&input.g[decay_index(row, channel)]);
+                const uint32_t k = *reinterpret_cast<const uint32_t*>(input.k + row * kRowBytes + 2 * channel);
+                *reinterpret_cast<uint32_t*>(stage.k_inverse[half] + half_tile_offset(row, 2 * lane)) =
+                    ptx::pack_bf16(ptx::bf16_low(k) * ptx::exp2_approx(last.x - (G.x + kAnchor)),
+                                   ptx::bf16_high(k) * ptx::exp2_approx(last.y - (G.y + kAnchor)));
+            }
+        }
+        ptx::fence_async_proxy();
     }
 
     __device__ __forceinline__ void write_p(const float (&P)[2][4], const Products& products, Stage& stage) const {
@@ -246,9 +290,9 @@ class Builder {
 
     const ChunkKdaFwdParams& params_;
     const Work& work_;
-    SharedMemory& smem_;
+    SharedMemory<kBlocks>& smem_;
     Blocks& own_;
-    const int lane_, index_;
+    const int lane_, rank_, index_;
     uint32_t token_;  // of the next beta that the lane loads, and its address
     const char* beta_;
 };

@@ -3,37 +3,49 @@
 
 #include <cuda_bf16.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "common/shapes.cuh"
 
 namespace kda::sm90 {
 
-// Roles, by warpgroup: consumers, each of which owns 64 columns of V; then scalers, pairs of warps that decay q and k,
-// a chunk in turn; then one of helpers, of which warp 0 moves all rows in and out and the others build L, P and the
+// Roles, by warpgroup: consumers, each of which owns 64 columns of V; then scalers, two pairs of warps that decay q and
+// k, a chunk in turn; then one of helpers, of which warp 0 moves all rows in and out and the others build L, P and the
 // inverse, a chunk in turn.
+constexpr int kThreads = 512;
 constexpr int kGroupValues = 64;
+constexpr int kScalerPairs = 2;
 constexpr int kBuilders = 3;
 
-// How many blocks share a head: each takes its part of V, and all build the same factors.
-template <int kValueSplit>
+// kBlocks: how many blocks, of a cluster, share a head: one, or two of which each takes half of V and makes the factors
+// of every other chunk for both.
+template <int kBlocks>
 struct Roles {
-    static constexpr int kConsumerGroups = kHeadDim / kGroupValues / kValueSplit;
+    static constexpr int kConsumerGroups = kHeadDim / kGroupValues / kBlocks;
     static constexpr int kConsumerWarps = 4 * kConsumerGroups;
-    static constexpr int kScalerGroups = 3 - kConsumerGroups;  // the room that a consumer group leaves
-    static constexpr int kScalerPairs = 2 * kScalerGroups;
-    static constexpr int kThreads = 512;
-    static constexpr int kConsumerRegisters = kConsumerGroups == 1 ? 208 : 160;
-    static constexpr int kScalerRegisters = kConsumerGroups == 1 ? 88 : 96;
-    static constexpr int kHelperRegisters = kConsumerGroups == 1 ? 128 : 96;
-    static_assert(kThreads == 128 * (kConsumerGroups + kScalerGroups + 1));
-    static_assert(kConsumerGroups * kConsumerRegisters + kScalerGroups * kScalerRegisters + kHelperRegisters <= 512);
+    static constexpr int kIdleGroups = kThreads / 128 - kConsumerGroups - 2;
+    static constexpr int kConsumerRegisters = kBlocks == 1 ? 160 : 208;
+    static constexpr int kScalerRegisters = kBlocks == 1 ? 88 : 128;
+    static constexpr int kHelperRegisters = kBlocks == 1 ? 104 : 128;
+    static constexpr int kIdleRegisters = 24;
+    static_assert(kConsumerGroups * kConsumerRegisters + kScalerRegisters + kHelperRegisters +
+                      kIdleGroups * kIdleRegisters <=
+                  65536 / 128);
+
+    static constexpr int kInputs = kBlocks == 1 ? 5 : 3;   // raw q, k, g of so many chunks, of those it makes
+    static constexpr int kValues = 4;                      // v of so many chunks
+    static constexpr int kStages = kBlocks == 1 ? 8 : 10;  // factors of so many chunks
+    static_assert(kBuilders <= kInputs && kScalerPairs <= kInputs);
+    static_assert(kBlocks * kBuilders <= kStages && kStages % kBlocks == 0);
 };
 constexpr int kZeroingBlocks = 64;  // extra blocks of a packed call, which clear the rows of no sequence
 
-constexpr int kInputs = 5;  // raw q, k, g of so many chunks
-constexpr int kValues = 4;  // v of so many chunks
-constexpr int kStages = 6;  // factors of so many chunks
+// How many chunks' factors one of the blocks makes.
+template <int kBlocks>
+__device__ __forceinline__ int own_chunks(int chunks, int rank) {
+    return (chunks - rank + kBlocks - 1) / kBlocks;
+}
 
 // The state is kept as 2^-A S, and q and k are decayed by 2^(G+A) and 2^(-G-A), so that the anchor A cancels and all
 // stay near the middle of the exponent range. Entries with |G+A| > A, that is G < -2A, are steep.
@@ -90,8 +102,7 @@ struct alignas(128) Input {
 // Factors of one chunk.
 struct alignas(1024) Stage {
     uint8_t decayed[2][2 * kChunk * 128];  // by half of K: k 2^(G+A), then q 2^(G+A), 16 rows each
-    uint8_t k_inverse[2][kChunk * 128];    // by half of K: k 2^(-G-A)
-    uint8_t k_restored[2][kChunk * 128];   // by half of K, where that half is steep: k 2^(G_last-G-A)
+    uint8_t k_inverse[2][kChunk * 128];    // by half of K: k 2^(-G-A); once built, k 2^(G_last-G-A) where it is steep
     Factor inverse;                        // 1/|k| (I + L)^-1 beta
     Factor p;                              // P, without scale/|q|
     float gamma[4 * kGammaPitch];          // 2^G_last
@@ -100,6 +111,9 @@ struct alignas(1024) Stage {
     uint32_t steep[2];                     // by half of K: whether it has steep entries
     uint32_t felt[2];  // of a steep half: pairs of channels whose steep pairs of tokens are felt, a bit each
 };
+// Without padding.
+constexpr uint32_t kStageBytes = offsetof(Stage, felt) + sizeof(Stage::felt);
+static_assert(kStageBytes % 16 == 0);
 
 // A builder's own: the blocks on L's diagonal and their inverses, each by columns, with room between columns and blocks
 // so that a C tile's entries lie in different banks; and scalars of its tokens.
@@ -110,7 +124,11 @@ struct alignas(16) Blocks {
     float beta[kChunk];
 };
 
+template <int kBlocks>
 struct SharedMemory {
+    static constexpr int kInputs = Roles<kBlocks>::kInputs, kValues = Roles<kBlocks>::kValues,
+                         kStages = Roles<kBlocks>::kStages;
+
     Stage stage[kStages];
     Input input[kInputs];
     uint8_t values[kValues][kChunk * kRowBytes];  // v of one chunk, and then its o
@@ -121,8 +139,8 @@ struct SharedMemory {
     uint64_t values_done[kValues];  // o in its place
     uint64_t scaled[kStages];       // decayed operands and gamma
     uint64_t built[kStages];        // P, inverse and norms
-    uint64_t stage_empty[kStages];
+    uint64_t stage_empty[kStages];  // of all blocks' consumers; in the block that fills the stage
 };
-static_assert(sizeof(SharedMemory) <= 227 * 1024);
+static_assert(sizeof(SharedMemory<1>) <= 227 * 1024 && sizeof(SharedMemory<2>) <= 227 * 1024);
 
 }  // namespace kda::sm90

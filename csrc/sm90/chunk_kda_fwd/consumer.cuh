@@ -12,6 +12,8 @@
 
 #include "common/sequence.cuh"
 #include "common/small_products.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/launch.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/mma.cuh"
@@ -20,11 +22,12 @@
 
 namespace kda::sm90 {
 
+template <int kBlocks>
 class Consumer {
  public:
     // `warp`: of the eight that share V, 16 columns each.
     __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, const Segment& segment, const Work& work,
-                                        SharedMemory& smem, int warp)
+                                        SharedMemory<kBlocks>& smem, int warp)
         : params_(params), segment_(segment), work_(work), smem_(smem), lane_(threadIdx.x % 32), warp_(warp) {}
 
     __device__ __forceinline__ void run() {
@@ -38,14 +41,19 @@ class Consumer {
     __device__ __forceinline__ int value_of(int i) const { return 16 * warp_ + lane_ / 4 + 8 * (i / 2 % 2); }
     __device__ __forceinline__ int key_of(int h, int i) const { return 64 * h + 8 * (i / 4) + 2 * (lane_ % 4) + i % 2; }
 
-    // The caller's states at a sequence's ends, the maps' states between segments, and for M the identity.
+    // The state between two segments, where both run for good.
+    __device__ __forceinline__ float* inner_state(int index) const {
+        return params_.pass == Pass::kTurn ? params_.carried + work_.state * kHeadDim * kHeadDim
+                                           : segment_map(params_, segment_.sequence, index, segment_.v_head, 1);
+    }
+
+    // The caller's states at a sequence's ends, others between segments, and for M the identity.
     __device__ __forceinline__ void load_state() {
         const bool inner = segment_.index > 0;
         const float* source = inner ? nullptr : params_.initial_state;
         if (source) source += work_.state * kHeadDim * kHeadDim;
-        if (inner && params_.pass == Pass::kReplay) {
-            source = segment_map(params_, segment_.sequence, segment_.index - 1, segment_.v_head, 1);
-        }
+        if (inner && params_.pass != Pass::kMaps) source = inner_state(segment_.index - 1);
+        ptx::wait_for_previous_launch();
         // A loop for each case, so that its loads are under way together.
         const bool v_first = inner || params_.state_v_first;
         if (source && v_first) {
@@ -81,9 +89,10 @@ class Consumer {
         if (inner && params_.pass == Pass::kReplay) return;  // known from the maps
         float* target = params_.final_state;
         if (target) target += work_.state * kHeadDim * kHeadDim;
-        if (inner) {
-            target = segment_map(params_, segment_.sequence, segment_.index, segment_.v_head, segment_.is_map ? 0 : 1);
-        }
+        if (segment_.is_map)
+            target = segment_map(params_, segment_.sequence, segment_.index, segment_.v_head, 0);
+        else if (inner)
+            target = inner_state(segment_.index);
         if (!target) return;
         const bool v_first = inner || params_.state_v_first;
         for_pairs([&](int, int, float& x, float& y) { x *= kAnchorScale, y *= kAnchorScale; });
@@ -98,61 +107,71 @@ class Consumer {
         }
     }
 
-    // Where a chunk's factors and its v are, and in which phase of their barriers.
+    // Where a chunk's factors and its v are.
     struct Place {
-        int stage = 0, stage_parity = 0, slot = 0, slot_parity = 0;
-        __device__ __forceinline__ void step() {
-            if (++slot == kValues) slot = 0, slot_parity ^= 1;
-            if (++stage == kStages) stage = 0, stage_parity ^= 1;
-        }
+        ptx::RingPlace<Roles<kBlocks>::kStages> stage;
+        ptx::RingPlace<Roles<kBlocks>::kValues> slot;
     };
 
     __device__ __forceinline__ void run_chunks() {
         Place next;
-        bool ready = false;  // the next chunk, as seen in passing: asking takes long, but not where others wait anyway
+        uint32_t rounded[2][4][4];  // the state in bf16, A operands of 16 channels each
+        round_half(rounded[0], 0), round_half(rounded[1], 1);
+        wait_for(next);
         for (int chunk = 0; chunk < work_.chunks; ++chunk) {
             const Place place = next;
-            const Stage& stage = smem_.stage[place.stage];
+            const Stage& stage = smem_.stage[place.stage.index];
             // S^T [Kd; Qd]^T: C tiles 0 and 1 are (Kd S)^T, 2 and 3 (Qd S)^T, tokens 0..7 and 8..15 each.
             float product[4][4];
-            uint32_t rounded[8][4];
-            if (!ready) {  // the builders have waited for the decayed operands
-                ptx::mbarrier_wait(&smem_.built[place.stage], place.stage_parity);
-                ptx::mbarrier_wait(&smem_.values_full[place.slot], place.slot_parity);
-            }
             multiply_state(product, rounded, stage);
             Operands operands;
-            load_operands(operands, stage, place.slot);
+            load_operands(operands, stage, place.slot.index);
             ptx::wgmma_wait<0>();
-            next.step();
+            next.stage.advance(), next.slot.advance();
+            const bool last = chunk + 1 == work_.chunks;
             // Apart from each other, so that code for steep chunks, which are rare, does not lie between what all
             // others execute: the instruction cache is small.
             if (__builtin_expect(stage.steep[0] | stage.steep[1], 0))
-                ready = update_state<true>(product, operands, stage, place, next);
+                update_state<true>(product, rounded, operands, stage, place, next, last);
             else
-                ready = update_state<false>(product, operands, stage, place, next);
+                update_state<false>(product, rounded, operands, stage, place, next, last);
             __syncwarp();
-            if (lane_ == 0) ptx::mbarrier_arrive(&smem_.stage_empty[place.stage]);
+            if (lane_ == 0) leave(place.stage.index);
+        }
+    }
+
+    // To the scalers that will fill the stage again: those of always the same block, since kBlocks divides kStages.
+    __device__ __forceinline__ void leave(int stage) const {
+        if constexpr (kBlocks == 1)
+            ptx::mbarrier_arrive(&smem_.stage_empty[stage]);
+        else
+            ptx::mbarrier_arrive_cluster(ptx::cluster_address(&smem_.stage_empty[stage], stage % kBlocks));
+    }
+
+    __device__ __forceinline__ void wait_for(const Place& place) const {
+        ptx::mbarrier_wait(&smem_.built[place.stage.index], place.stage.parity);  // builders waited for the operands
+        ptx::mbarrier_wait(&smem_.values_full[place.slot.index], place.slot.parity);
+    }
+
+    __device__ __forceinline__ void round_half(uint32_t (&rounded)[4][4], int h) const {
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                rounded[step][i] = ptx::pack_bf16(state_[h][8 * step + 2 * i], state_[h][8 * step + 2 * i + 1]);
         }
     }
 
     // Begins the product. Its operand must stay until it is done.
-    __device__ __forceinline__ void multiply_state(float (&product)[4][4], uint32_t (&rounded)[8][4],
-                                                   const Stage& stage) {
-#pragma unroll
-        for (int step = 0; step < 8; ++step) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* pair = &state_[step / 4][8 * (step % 4) + 2 * i];
-                rounded[step][i] = ptx::pack_bf16(pair[0], pair[1]);
-            }
-        }
+    __device__ __forceinline__ void multiply_state(float (&product)[4][4], const uint32_t (&rounded)[2][4][4],
+                                                   const Stage& stage) const {
         const uint32_t decayed = ptx::shared_address(stage.decayed);
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 8; ++step) {
             const int offset = step / 4 * int(sizeof(stage.decayed[0])) + 32 * (step % 4);
-            ptx::wgmma_m64n32k16<0>(product[0], rounded[step], ptx::operand_swizzled_128(decayed, offset), step > 0);
+            ptx::wgmma_m64n32k16<0>(product[0], rounded[step / 4][step % 4], ptx::operand_swizzled_128(decayed, offset),
+                                    step > 0);
         }
         ptx::wgmma_commit();
     }
@@ -171,10 +190,11 @@ class Consumer {
         load_factor(operands.inverse, stage.inverse);
     }
 
-    // Returns whether the next chunk was seen to be ready.
+    // Ends when the next chunk is ready.
     template <bool kSteep>
-    __device__ __forceinline__ bool update_state(float (&product)[4][4], const Operands& operands, const Stage& stage,
-                                                 const Place& place, const Place& next) {
+    __device__ __forceinline__ void update_state(float (&product)[4][4], uint32_t (&rounded)[2][4][4],
+                                                 const Operands& operands, const Stage& stage, const Place& place,
+                                                 const Place& next, bool last) {
         // (V - Kd S / |k|)^T as A operands of 8 tokens, the even ones before the odd ones; then U'^T
         uint32_t remainder[2][4];
 #pragma unroll
@@ -203,26 +223,28 @@ class Consumer {
         ptx::wgmma_fence();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const uint64_t k = ptx::operand_swizzled_128(
-                ptx::shared_address(kSteep && stage.steep[h] ? stage.k_restored[h] : stage.k_inverse[h]));
+            const uint64_t k = ptx::operand_swizzled_128(ptx::shared_address(stage.k_inverse[h]));
             ptx::wgmma_m64n64k16<1>(state_[h], high, k, true);
             ptx::wgmma_m64n64k16<1>(state_[h], low, k, true);
             ptx::wgmma_commit();
         }
         // From here on in the shadow of the update.
-        const bool ready = ptx::mbarrier_test(&smem_.built[next.stage], next.stage_parity) &
-                           ptx::mbarrier_test(&smem_.values_full[next.slot], next.slot_parity);
+        const bool ready = ptx::mbarrier_test(&smem_.built[next.stage.index], next.stage.parity) &
+                           ptx::mbarrier_test(&smem_.values_full[next.slot.index], next.slot.parity);
         if constexpr (!kSteep) {
             load_gamma(gamma[0], stage, 0);
             load_gamma(gamma[1], stage, 1);
         }
-        write_output(product, u, stage, place.slot);
+        write_output(product, u, stage, place.slot.index);
         const bool all_ready = __all_sync(~0u, ready);
         ptx::wgmma_wait<1>();
         if (!(kSteep && stage.steep[0])) decay_half(0, gamma[0]);
+        round_half(rounded[0], 0);
+        // Here, since the compiler would gather both waits for the update if nothing stood between them.
+        if (!(all_ready | last)) wait_for(next);
         ptx::wgmma_wait<0>();
         if (!(kSteep && stage.steep[1])) decay_half(1, gamma[1]);
-        return all_ready;
+        round_half(rounded[1], 1);
     }
 
     // O = scale/|q| (Qd S + P U'), the warp's 16 tokens x 16 values, in the place of its v. The mover takes it from
@@ -298,7 +320,7 @@ class Consumer {
     const ChunkKdaFwdParams& params_;
     const Segment& segment_;
     const Work& work_;
-    SharedMemory& smem_;
+    SharedMemory<kBlocks>& smem_;
     const int lane_, warp_;
     float state_[2][32];
 };

@@ -5,6 +5,7 @@
 // wait for every load.
 #include "common/sequence.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/launch.cuh"
 #include "sm90/chunk_kda_fwd/launch.h"
 
 namespace kda::sm90 {
@@ -27,6 +28,8 @@ __device__ __forceinline__ void copy_map(float (&target)[kHeadDim][kHeadDim], co
 }
 
 __global__ void __launch_bounds__(kThreads, 1) join_segments_kernel(const __grid_constant__ ChunkKdaFwdParams params) {
+    ptx::allow_next_launch();
+    ptx::wait_for_previous_launch();  // the maps
     extern __shared__ __align__(128) uint8_t shared_bytes[];
     JoinMemory& smem = *reinterpret_cast<JoinMemory*>(shared_bytes);
     const int64_t head = blockIdx.x / kParts;
@@ -78,8 +81,7 @@ cudaError_t launch_join_segments(const ChunkKdaFwdParams& params, cudaStream_t s
         cudaFuncSetAttribute(join_segments_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(JoinMemory));
     if (error != cudaSuccess) return error;
     const int64_t blocks = params.num_sequences * params.num_v_heads * kParts;
-    join_segments_kernel<<<dim3(unsigned(blocks)), kThreads, sizeof(JoinMemory), stream>>>(params);
-    return cudaGetLastError();
+    return launch_kernel(true, join_segments_kernel, unsigned(blocks), kThreads, sizeof(JoinMemory), params, stream);
 }
 
 }  // namespace kda::sm90

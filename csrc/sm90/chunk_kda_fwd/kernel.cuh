@@ -1,84 +1,111 @@
-// Hopper KDA forward (sm_90a: wgmma, asynchronous copies, mbarriers), chunk 16, K = V = 128.
+// Hopper KDA forward (sm_90a: wgmma, asynchronous copies, mbarriers, clusters), chunk 16, K = V = 128.
 //
-// One block owns one (sequence, value head), a segment of it, or half of its V. A mover warp
-// (mover.cuh) brings raw chunks into shared memory and o out of it; scaler warps (scaler.cuh) decay q and k; builder
-// warps (builder.cuh) make the 16 x 16 factors; consumer warpgroups (consumer.cuh) run the recurrence with the state in
-// fp32 registers. Each role works chunks ahead of the next, and factors never go through global memory.
+// One block owns one (sequence, value head) or a segment of it, or two blocks, a cluster, share it, each for half of V.
+// A mover warp (mover.cuh) brings raw chunks into shared memory and o out of it; scaler warps (scaler.cuh) decay q and
+// k; builder warps (builder.cuh) make the 16 x 16 factors; consumer warpgroups (consumer.cuh) run the recurrence with
+// the state in fp32 registers. Each role works chunks ahead of the next, and factors never go through global memory.
 #pragma once
 
+#include "ptx/cluster.cuh"
+#include "ptx/launch.cuh"
+#include "ptx/skip.cuh"
 #include "ptx/wgmma.cuh"
 #include "sm90/chunk_kda_fwd/builder.cuh"
 #include "sm90/chunk_kda_fwd/consumer.cuh"
 #include "sm90/chunk_kda_fwd/launch.h"
 #include "sm90/chunk_kda_fwd/mover.cuh"
+#include "sm90/chunk_kda_fwd/placement.cuh"
 #include "sm90/chunk_kda_fwd/scaler.cuh"
 
 namespace kda::sm90 {
 
-template <int kConsumerWarps>
-__device__ __forceinline__ void init_barriers(SharedMemory& smem) {
-    for (int i = 0; i < kInputs; ++i) {
+template <int kBlocks>
+__device__ __forceinline__ void init_barriers(SharedMemory<kBlocks>& smem) {
+    using Roles = Roles<kBlocks>;
+    for (int i = 0; i < Roles::kInputs; ++i) {
         ptx::mbarrier_init(&smem.input_full[i], 32);  // the mover's lanes
         ptx::mbarrier_init(&smem.input_empty[i], 3);  // two scalers, one builder
     }
-    for (int i = 0; i < kValues; ++i) {
+    for (int i = 0; i < Roles::kValues; ++i) {
         ptx::mbarrier_init(&smem.values_full[i], 32);
-        ptx::mbarrier_init(&smem.values_done[i], kConsumerWarps);
+        ptx::mbarrier_init(&smem.values_done[i], Roles::kConsumerWarps);
     }
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < Roles::kStages; ++i) {
         ptx::mbarrier_init(&smem.scaled[i], 2);
         ptx::mbarrier_init(&smem.built[i], 1);
-        ptx::mbarrier_init(&smem.stage_empty[i], kConsumerWarps);
+        ptx::mbarrier_init(&smem.stage_empty[i], kBlocks * Roles::kConsumerWarps);
     }
     ptx::mbarrier_init_fence();
 }
 
-template <typename GateT, int kValueSplit>
-__global__ void __launch_bounds__(Roles<kValueSplit>::kThreads, 1)
-    chunk_kda_fwd_kernel(const __grid_constant__ ChunkKdaFwdParams params) {
-    using Roles = Roles<kValueSplit>;
-    extern __shared__ __align__(1024) uint8_t shared_bytes[];
-    SharedMemory& smem = *reinterpret_cast<SharedMemory*>(shared_bytes);
+// `rank`: of the block among the kBlocks that share the work.
+template <typename GateT, bool kPairs, int kBlocks>
+__device__ __forceinline__ void run_work(const ChunkKdaFwdParams& params, int64_t index, void* shared, int rank) {
+    using Roles = Roles<kBlocks>;
+    constexpr Placement placement = kPlacement<GateT, kPairs, kBlocks>;
+    const bool never = params.tokens < 0;
+    SharedMemory<kBlocks>& smem = *static_cast<SharedMemory<kBlocks>*>(shared);
+    const Segment segment = locate_segment(params, index);
+    const Work work = cut_segment(params, segment);
+    if (threadIdx.x == 0) init_barriers(smem);
+    if constexpr (kBlocks == 1)
+        __syncthreads();
+    else
+        ptx::cluster_sync();
 
-    const int64_t blocks_of_work = blocks_of_pass(params) * kValueSplit;
-    if (blockIdx.x >= blocks_of_work) {
-        zero_uncovered_rows(params, blockIdx.x - blocks_of_work, gridDim.x - blocks_of_work);
+    const int warp = threadIdx.x / 32, producer = warp - Roles::kConsumerWarps;
+    if (producer < 0) {
+        ptx::grow_registers<Roles::kConsumerRegisters>();
+        if (never) ptx::skip_instructions<kLine * placement.consumer>();
+        Consumer<kBlocks>(params, segment, work, smem, rank * Roles::kConsumerWarps + warp).run();
+    } else if (producer < 2 * kScalerPairs) {
+        ptx::shrink_registers<Roles::kScalerRegisters>();
+        if (never) ptx::skip_instructions<kLine * placement.scaler>();
+        Scaler<GateT, kBlocks>(params, work, smem, rank, producer).run();
+    } else if (producer < 2 * kScalerPairs + 4) {
+        ptx::shrink_registers<Roles::kHelperRegisters>();
+        const int helper = producer - 2 * kScalerPairs;
+        if (helper == 0) {
+            if (never) ptx::skip_instructions<kLine * placement.mover>();
+            Mover<GateT, kBlocks>(params, segment, work, smem, rank).run();
+        } else {
+            Builder<kBlocks>(params, work, smem, rank, helper - 1).run();
+        }
+    } else {
+        ptx::shrink_registers<Roles::kIdleRegisters>();
         return;
     }
-    const Segment segment = locate_segment(params, blockIdx.x / kValueSplit);
-    const Work work = cut_segment(params, segment);
-    const int part = blockIdx.x % kValueSplit;
-    if (threadIdx.x == 0) init_barriers<Roles::kConsumerWarps>(smem);
-    __syncthreads();
+    if constexpr (kBlocks > 1) ptx::cluster_sync();  // shared memory stays as long as the other may reach into it
+}
 
-    if (threadIdx.x < 32 * Roles::kConsumerWarps) {
-        ptx::grow_registers<Roles::kConsumerRegisters>();
-        Consumer(params, segment, work, smem, part * Roles::kConsumerWarps + threadIdx.x / 32).run();
-    } else if (threadIdx.x < 32 * (Roles::kConsumerWarps + 4 * Roles::kScalerGroups)) {
-        ptx::shrink_registers<Roles::kScalerRegisters>();
-        Scaler<GateT, Roles::kScalerPairs>(params, work, smem, threadIdx.x / 32 - Roles::kConsumerWarps).run();
-    } else {
-        ptx::shrink_registers<Roles::kHelperRegisters>();
-        const int warp = threadIdx.x / 32 % 4;
-        if (warp == 0)
-            Mover<GateT, kValueSplit>(params, segment, work, smem, part).run();
-        else
-            Builder(params, work, smem, warp - 1).run();
-    }
+// kPairs: blocks are clusters of two. The first params.paired works have both, each of the others one.
+template <typename GateT, bool kPairs>
+__global__ void __cluster_dims__(kPairs ? 2 : 1, 1, 1) __launch_bounds__(kThreads, 1)
+    chunk_kda_fwd_kernel(const __grid_constant__ ChunkKdaFwdParams params) {
+    extern __shared__ __align__(1024) uint8_t shared_bytes[];
+    if (is_gone_on_from(params)) ptx::allow_next_launch();  // what others launch waits for all of this one
+    const int64_t paired = kPairs ? params.paired : 0, blocks = blocks_of_pass(params);
+    if (blockIdx.x >= blocks)
+        zero_uncovered_rows(params, blockIdx.x - blocks, gridDim.x - blocks);
+    else if (kPairs && blockIdx.x < 2 * paired)
+        run_work<GateT, kPairs, kPairs ? 2 : 1>(params, blockIdx.x / 2, shared_bytes, blockIdx.x % 2);
+    else if (blockIdx.x < works_of_pass(params) + paired)
+        run_work<GateT, kPairs, 1>(params, blockIdx.x - paired, shared_bytes, 0);
 }
 
 // A bound below kForgetAll is not served: such gates would need a clamp that no model needs.
-template <typename GateT, int kValueSplit>
+template <typename GateT, bool kPairs>
 cudaError_t launch(const ChunkKdaFwdParams& params, cudaStream_t stream) {
-    const auto kernel = chunk_kda_fwd_kernel<GateT, kValueSplit>;
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedMemory));
+    constexpr int kBytes =
+        kPairs && sizeof(SharedMemory<2>) > sizeof(SharedMemory<1>) ? sizeof(SharedMemory<2>) : sizeof(SharedMemory<1>);
+    const auto kernel = chunk_kda_fwd_kernel<GateT, kPairs>;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     // Rows of no sequence are cleared once, with the first outputs.
-    const bool clears = params.cu_seqlens && params.pass != Pass::kReplay;
-    const int64_t blocks = blocks_of_pass(params) * kValueSplit + (clears ? kZeroingBlocks : 0);
+    static_assert(kZeroingBlocks % 2 == 0);
+    const int64_t blocks = blocks_of_pass(params) + (params.cu_seqlens && !goes_on(params) ? kZeroingBlocks : 0);
     if (blocks == 0) return cudaSuccess;
-    kernel<<<dim3(unsigned(blocks)), Roles<kValueSplit>::kThreads, sizeof(SharedMemory), stream>>>(params);
-    return cudaGetLastError();
+    return launch_kernel(goes_on(params), kernel, unsigned(blocks), kThreads, kBytes, params, stream);
 }
 
 }  // namespace kda::sm90

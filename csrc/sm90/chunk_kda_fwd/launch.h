@@ -1,7 +1,7 @@
-// Host entry points of the Hopper forward kernel, by the dtype of g and by how many blocks share a head.
+// Host entry points of the Hopper forward kernel, by the dtype of g; `paired` where params.paired is above 0.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include "api/chunk_kda_fwd_params.h"
 
@@ -9,8 +9,26 @@ namespace kda::sm90 {
 
 cudaError_t launch_gate_bf16(const ChunkKdaFwdParams& params, cudaStream_t stream);
 cudaError_t launch_gate_fp32(const ChunkKdaFwdParams& params, cudaStream_t stream);
-cudaError_t launch_gate_bf16_split(const ChunkKdaFwdParams& params, cudaStream_t stream);
-cudaError_t launch_gate_fp32_split(const ChunkKdaFwdParams& params, cudaStream_t stream);
+cudaError_t launch_gate_bf16_paired(const ChunkKdaFwdParams& params, cudaStream_t stream);
+cudaError_t launch_gate_fp32_paired(const ChunkKdaFwdParams& params, cudaStream_t stream);
+
+// Launches a kernel, after all that the stream has to do. Or, `early`, as the blocks of the launch before it leave:
+// then it must wait by itself for what that one writes (ptx/launch.cuh).
+template <typename Kernel>
+cudaError_t launch_kernel(bool early, Kernel kernel, unsigned blocks, int threads, int shared_bytes,
+                          const ChunkKdaFwdParams& params, cudaStream_t stream) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(unsigned(threads));
+    config.dynamicSmemBytes = size_t(shared_bytes);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = early ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, params);
+}
 
 // Before anything else of a packed call of at most so many sequences, where params.order is to be written.
 constexpr int kMaxRankedSequences = 1024;

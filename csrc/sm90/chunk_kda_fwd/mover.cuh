@@ -10,13 +10,14 @@ namespace kda::sm90 {
 // One lane's part of the rows of one input.
 class RowLoader {
  public:
-    // `row_bytes` of each row, from byte `first` on.
+    // `row_bytes` of each row, from byte `first` on; of every `step`-th chunk, from `chunk` on.
     __device__ __forceinline__ RowLoader(const Rows& rows, const Work& work, int head, int row_bytes, int lane,
-                                         int first = 0)
+                                         int first, int chunk, int step)
         : stride_(rows.token_bytes),
           first_row_(lane / (row_bytes / 16)),
           column_(lane % (row_bytes / 16) * 16),
-          source_(row_address(rows, work, first_row_, head) + first + column_) {}
+          left_out_((step - 1) * kChunk * rows.token_bytes),
+          source_(row_address(rows, work, chunk * kChunk + first_row_, head) + first + column_) {}
 
     // Copies the next chunk, its rows past the sequence's end as zeros; the second half of each row begins at
     // kSecondHalf.
@@ -31,74 +32,79 @@ class RowLoader {
             ptx::cp_async_16(target + row * kPitch, source, row + first_row_ < rows);
             source += kStep * stride_;
         }
-        source_ = source;
+        source_ = source + left_out_;
     }
 
  private:
     const int64_t stride_;
     const int first_row_, column_;
+    const int64_t left_out_;
     const char* source_;
 };
 
 // Its turns follow the consumers: as each chunk's o is done, it goes out, and v of kValues chunks later takes its
 // place.
-template <typename GateT, int kValueSplit>
+template <typename GateT, int kBlocks>
 class Mover {
  public:
-    // `part`: of V, of the block.
+    // `rank`: of the block in its cluster.
     __device__ __forceinline__ Mover(const ChunkKdaFwdParams& params, const Segment& segment, const Work& work,
-                                     SharedMemory& smem, int part)
+                                     SharedMemory<kBlocks>& smem, int rank)
         : smem_(smem),
           length_(work.length),
           chunks_(work.chunks),
           writes_(has_output(params, segment)),
           reads_values_(!segment.is_map),
-          value_column_(part * kValueBytes),
+          rank_(rank),
+          own_(own_chunks<kBlocks>(work.chunks, rank)),
+          value_column_(rank * kValueBytes),
           lane_(threadIdx.x % 32),
-          q_(params.q, work, work.qk_head, kRow, lane_),
-          k_(params.k, work, work.qk_head, kRow, lane_),
-          g_(params.g, work, work.v_head, kGateRow, lane_),
-          v_(params.v, work, work.v_head, kValueBytes, lane_, value_column_),
+          q_(params.q, work, work.qk_head, kRow, lane_, 0, rank, kBlocks),
+          k_(params.k, work, work.qk_head, kRow, lane_, 0, rank, kBlocks),
+          g_(params.g, work, work.v_head, kGateRow, lane_, 0, rank, kBlocks),
+          v_(params.v, work, work.v_head, kValueBytes, lane_, value_column_, 0, 1),
           output_stride_(int64_t(params.num_v_heads) * kRow),
           output_(static_cast<char*>(params.o) + (work.output_row + lane_ / kPieces) * output_stride_ +
                   work.v_head * kRow + value_column_ + lane_ % kPieces * 16) {}
 
     __device__ __forceinline__ void run() {
         for (int chunk = 0; chunk < min(kValues, chunks_); ++chunk) load_values(chunk, chunk);
-        int slot = 0, parity = 0;
+        ptx::RingPlace<kValues> place;
         for (int chunk = 0; chunk < chunks_; ++chunk) {
-            while (loaded_ < chunks_ && (loaded_ < chunk + kAhead || next_input_is_free())) load_inputs();
-            ptx::mbarrier_wait(&smem_.values_done[slot], parity);
-            if (writes_) store_output(chunk, slot);
+            while (loaded_ < own_ && (next_chunk() < chunk + kAhead || next_input_is_free())) load_inputs();
+            ptx::mbarrier_wait(&smem_.values_done[place.index], place.parity);
+            if (writes_) store_output(chunk, place.index);
             __syncwarp();
-            if (chunk + kValues < chunks_) load_values(chunk + kValues, slot);
-            if (++slot == kValues) slot = 0, parity ^= 1;
+            if (chunk + kValues < chunks_) load_values(chunk + kValues, place.index);
+            place.advance();
         }
     }
 
  private:
-    static constexpr int kRow = kHeadDim * 2, kGateRow = kHeadDim * int(sizeof(GateT)),
-                         kValueBytes = kRow / kValueSplit;
+    static constexpr int kInputs = Roles<kBlocks>::kInputs, kValues = Roles<kBlocks>::kValues;
+    static constexpr int kRow = kHeadDim * 2, kGateRow = kHeadDim * int(sizeof(GateT)), kValueBytes = kRow / kBlocks;
     static constexpr int kPieces = kValueBytes / 16;  // of a row of v or o
     // It waits for places for so many chunks' inputs, counted from the consumers' chunk, and fills others that are
     // free. Places come free up to kStages chunks ahead of the consumers, so that this wait ends.
-    static constexpr int kAhead = kInputs + 2;
-    static_assert(kAhead < kInputs + kStages);
+    static constexpr int kAhead = kBlocks * kInputs + 2;
+    static_assert(kAhead < kBlocks * kInputs + Roles<kBlocks>::kStages);
+
+    __device__ __forceinline__ int next_chunk() const { return rank_ + kBlocks * loaded_; }
 
     __device__ __forceinline__ bool next_input_is_free() const {
-        return __all_sync(~0u, ptx::mbarrier_test(&smem_.input_empty[slot_], parity_ ^ 1));
+        return __all_sync(~0u, ptx::mbarrier_test(&smem_.input_empty[slot_.index], slot_.parity ^ 1));
     }
 
     __device__ __forceinline__ void load_inputs() {
-        const int rows = min(length_ - loaded_ * kChunk, kChunk);
-        Input& input = smem_.input[slot_];
-        ptx::mbarrier_wait(&smem_.input_empty[slot_], parity_ ^ 1);
+        const int rows = min(length_ - next_chunk() * kChunk, kChunk);
+        Input& input = smem_.input[slot_.index];
+        ptx::mbarrier_wait(&smem_.input_empty[slot_.index], slot_.parity ^ 1);
         q_.template load<kRow, kRowBytes>(input.q, rows);
         k_.template load<kRow, kRowBytes>(input.k, rows);
         g_.template load<kGateRow, kHeadDim * 4, kHeadDim * 2>(input.g, rows);
-        ptx::mbarrier_arrive_after_copies(&smem_.input_full[slot_]);
+        ptx::mbarrier_arrive_after_copies(&smem_.input_full[slot_.index]);
         ++loaded_;
-        if (++slot_ == kInputs) slot_ = 0, parity_ ^= 1;
+        slot_.advance();
     }
 
     // Zeros, where the segment's M is found.
@@ -123,14 +129,16 @@ class Mover {
         }
     }
 
-    SharedMemory& smem_;
+    SharedMemory<kBlocks>& smem_;
     const int length_, chunks_;
     const bool writes_, reads_values_;
+    const int rank_, own_;  // of the chunks, those whose q, k and g this block loads
     const int value_column_, lane_;
     RowLoader q_, k_, g_, v_;
     const int64_t output_stride_;
-    char* output_;  // the lane's first piece of the chunk to store next
-    int loaded_ = 0, slot_ = 0, parity_ = 0;
+    char* output_;    // the lane's first piece of the chunk to store next
+    int loaded_ = 0;  // inputs so far
+    ptx::RingPlace<kInputs> slot_;
 };
 
 }  // namespace kda::sm90

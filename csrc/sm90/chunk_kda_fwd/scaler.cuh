@@ -1,7 +1,7 @@
 // Scaler warp: gates of one chunk and half of K (64 channels, two a lane), and q and k decayed by them.
 //
 //     G_i = sum of log2 gates up to i
-//     k 2^(G+A)    q 2^(G+A)    k 2^(-G-A)    gamma = 2^G_last        and, where an entry is steep, k 2^(G_last-G-A)
+//     k 2^(G+A)    q 2^(G+A)    k 2^(-G-A)    gamma = 2^G_last
 //
 // q and k are not normalised here: their norms multiply sixteen rows of results later instead of all of these operands.
 #pragma once
@@ -14,14 +14,15 @@
 
 namespace kda::sm90 {
 
-// kPairs of warps take turns at the chunks.
-template <typename GateT, int kPairs>
+template <typename GateT, int kBlocks>
 class Scaler {
  public:
-    __device__ __forceinline__ Scaler(const ChunkKdaFwdParams& params, const Work& work, SharedMemory& smem, int warp)
+    __device__ __forceinline__ Scaler(const ChunkKdaFwdParams& params, const Work& work, SharedMemory<kBlocks>& smem,
+                                      int rank, int warp)
         : params_(params),
           work_(work),
           smem_(smem),
+          rank_(rank),
           lane_(threadIdx.x % 32),
           half_(warp % 2),
           pair_(warp / 2),
@@ -29,33 +30,33 @@ class Scaler {
                 Gate(params, work.v_head, 64 * half_ + 2 * lane_ + 1)} {}
 
     __device__ __forceinline__ void run() {
-        int slot = pair_, input_parity = 0, stage = pair_, stage_parity = 1;
-        for (int chunk = pair_; chunk < work_.chunks; chunk += kPairs) {
-            ptx::mbarrier_wait(&smem_.input_full[slot], input_parity);
-            ptx::mbarrier_wait(&smem_.stage_empty[stage], stage_parity);
-            const int rows = min(work_.length - chunk * kChunk, kChunk);
+        const int own = own_chunks<kBlocks>(work_.chunks, rank_);
+        ptx::RingPlace<Roles<kBlocks>::kInputs> slot{pair_};
+        ptx::RingPlace<Roles<kBlocks>::kStages> place{rank_ + kBlocks * pair_, 1};
+        for (int index = pair_; index < own; index += kScalerPairs) {
+            Input& input = smem_.input[slot.index];
+            Stage& stage = smem_.stage[place.index];
+            ptx::mbarrier_wait(&smem_.input_full[slot.index], slot.parity);
+            ptx::mbarrier_wait(&smem_.stage_empty[place.index], place.parity);
+            const int rows = min(work_.length - (rank_ + kBlocks * index) * kChunk, kChunk);
             switch (params_.gate_mode) {
-                case GateMode::kGiven: scale<GateMode::kGiven>(smem_.input[slot], smem_.stage[stage], rows); break;
-                case GateMode::kSoftplus:
-                    scale<GateMode::kSoftplus>(smem_.input[slot], smem_.stage[stage], rows);
-                    break;
-                default: scale<GateMode::kBounded>(smem_.input[slot], smem_.stage[stage], rows);
+                case GateMode::kGiven: scale<GateMode::kGiven>(input, stage, rows); break;
+                case GateMode::kSoftplus: scale<GateMode::kSoftplus>(input, stage, rows); break;
+                default: scale<GateMode::kBounded>(input, stage, rows);
             }
             ptx::fence_async_proxy();
             __syncwarp();
             if (lane_ == 0) {
-                ptx::mbarrier_arrive(&smem_.scaled[stage]);
-                ptx::mbarrier_arrive(&smem_.input_empty[slot]);
+                ptx::mbarrier_arrive(&smem_.scaled[place.index]);
+                ptx::mbarrier_arrive(&smem_.input_empty[slot.index]);
             }
-            if ((slot += kPairs) >= kInputs) slot -= kInputs, input_parity ^= 1;
-            if ((stage += kPairs) >= kStages) stage -= kStages, stage_parity ^= 1;
+            slot.advance(kScalerPairs);
+            place.advance(kBlocks * kScalerPairs);
         }
     }
 
  private:
-    // Rows unrolled together. Eight overlap their exponentials well; four pairs have time, and with four rows their
-    // code leaves the instruction cache to others.
-    static constexpr int kRows = kPairs > 2 ? 4 : 8;
+    static constexpr int kRows = 8;  // unrolled together, so that their exponentials overlap
     static_assert(kChunk % kRows == 0);
 
     template <GateMode kMode>
@@ -85,14 +86,14 @@ class Scaler {
             make_float2(ptx::exp2_approx(G.x), ptx::exp2_approx(G.y));
         const bool half_steep = __any_sync(~0u, steep);
         uint32_t felt = 0;
-        if (__builtin_expect(half_steep, false)) felt = __ballot_sync(~0u, scale_steep<kMode>(input, stage, rows, G));
+        if (__builtin_expect(half_steep, false)) felt = __ballot_sync(~0u, scale_steep<kMode>(input, stage, rows));
         if (lane_ == 0) stage.steep[half_] = half_steep, stage.felt[half_] = felt;
     }
 
-    // Once more, with G_last known: steep entries leave the products, k gets its decay to the end of the chunk, and G
-    // takes the place of g. Returns whether a pair of tokens that the products left out is not forgotten altogether.
+    // Once more: steep entries leave the products, and G takes the place of g. Returns whether a pair of tokens that
+    // the products left out is not forgotten altogether.
     template <GateMode kMode>
-    __device__ __forceinline__ bool scale_steep(Input& input, Stage& stage, int rows, float2 last) const {
+    __device__ __forceinline__ bool scale_steep(Input& input, Stage& stage, int rows) const {
         float2 G = make_float2(0.0f, 0.0f), least = make_float2(INFINITY, INFINITY);
         bool met0 = false, met1 = false, felt = false;  // met: a steep entry so far
 #pragma unroll 1
@@ -109,8 +110,6 @@ class Scaler {
                 store(stage, first, i, x, steep0 ? 0.0f : ptx::exp2_approx(exponent.x),
                       steep1 ? 0.0f : ptx::exp2_approx(exponent.y), steep0 ? 0.0f : ptx::exp2_approx(-exponent.x),
                       steep1 ? 0.0f : ptx::exp2_approx(-exponent.y));
-                *reinterpret_cast<uint32_t*>(stage.k_restored[half_] + 128 * first + offset(first, i)) = ptx::pack_bf16(
-                    x.k0 * ptx::exp2_approx(last.x - exponent.x), x.k1 * ptx::exp2_approx(last.y - exponent.y));
                 *reinterpret_cast<float2*>(&input.g[decay_index(first + i, channel())]) = sum[i];
                 met0 |= steep0, met1 |= steep1;
                 felt |= met0 && !(sum[i].x - least.x <= kForgotten);  // true for NaN
@@ -189,8 +188,8 @@ class Scaler {
 
     const ChunkKdaFwdParams& params_;
     const Work& work_;
-    SharedMemory& smem_;
-    const int lane_, half_, pair_;
+    SharedMemory<kBlocks>& smem_;
+    const int rank_, lane_, half_, pair_;
     const Gate gate_[2];
 };
 

@@ -1,0 +1,189 @@
+"""Finds the numbers of csrc/sm90/chunk_kda_fwd/placement.cuh: where the Hopper kernel's roles should lie in the instruction cache.
+
+    python scripts/place_code.py [--write]
+
+Compiles the kernel for each dtype of g, alone and in pairs, reads which lines of 128 bytes its roles' loops take (without
+what only steep chunks, other gates, short chunks or waiting need), and looks for the empty lines before roles after which
+the fewest of these lie where more than two share their address modulo 8 KB. Prints the lines of placement.cuh, and with
+`--write` puts them there; as room before a role changes the code a little, repeat until nothing changes. Needs nvcc, and
+nvdisasm, which comes with Triton; no GPU.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "csrc/sm90/chunk_kda_fwd"
+PLACEMENT = FOLDER / "placement.cuh"
+LINE_BYTES, SETS, WAYS = 128, 64, 2
+ROLES = {"builder": "Builder<", "mover": "Mover<", "scaler": "Scaler<", "consumer": "Consumer<"}
+# What a call of usual gates, full chunks and no waiting does not execute, by the source lines that it is inlined at.
+COLD = (
+    "GateMode::kGiven>(",
+    "GateMode::kSoftplus>(",
+    "scale_steep<",
+    "sum_gates<kMode, true>",
+    "update_state<true>",
+    "SteepPairs(",
+    "restore_keys(",
+)
+# Beyond a consumer's last product there are as many bytes of its loop at most; then come loops of waiting.
+LOOP_END_BYTES = 3300
+
+
+@dataclass
+class Code:
+    """The lines of 128 bytes that one kind of work executes for every chunk, by role."""
+
+    lines: dict[str, set[int]] = field(default_factory=lambda: {role: set() for role in ROLES})
+
+
+@cache
+def source(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()
+
+
+@cache
+def loop_of(path: str) -> range:
+    """The lines of a role's loop over chunks."""
+    text = source(path)
+    start = next(i for i, line in enumerate(text) if re.match(r"\s*for \(int (chunk|index) = (0|index_|pair_);", line))
+    indent = text[start][: len(text[start]) - len(text[start].lstrip())]
+    return range(start + 1, next(i for i in range(start + 1, len(text)) if text[i] == indent + "}") + 2)
+
+
+def role_of(places: list[tuple[str, int]]) -> str | None:
+    """Whose loop an instruction belongs to, from the source lines that it was inlined at, the innermost first."""
+    texts = [source(path)[line - 1] if path.startswith(str(ROOT)) and 0 < line <= len(source(path)) else "" for path, line in places]
+    if any(cold in text for text in texts for cold in COLD):
+        return None
+    for role, name in ROLES.items():
+        if any(name in text and ".run()" in text for text in texts):
+            own = str(FOLDER / f"{role}.cuh")
+            return role if any(path == own and line in loop_of(own) for path, line in places) else None
+    return None
+
+
+def read(disassembly: str) -> list[Code]:
+    """The kinds of work of the kernel in `nvdisasm -gi -hex`, in the order in which they lie in memory."""
+    instructions, labels, named, places, begins = [], {}, [], [], True
+    kernel = False
+    for line in disassembly.splitlines():
+        if line.startswith(".text."):
+            kernel = "chunk_kda_fwd_kernel" in line
+        elif kernel and (found := re.match(r"(\.L_\w+):", line)):
+            named.append(found[1])
+        elif kernel and (found := re.match(r'\s+//## File "([^"]+)", line (\d+)', line)):
+            places = [] if begins else places
+            places.append((found[1], int(found[2])))
+            begins = False
+        elif kernel and (found := re.match(r"\s+/\*([0-9a-f]{4,6})\*/\s+(\S.*?) ;", line)):
+            begins = True
+            address, role = int(found[1], 16), role_of(places)
+            labels.update((name, address) for name in named)
+            named = []
+            if role is not None:
+                instructions.append((address, role, found[2]))
+    kinds: list[Code] = []
+    end = 0
+    while True:
+        rest = [one for one in instructions if one[0] > end]
+        products = [address for address, role, text in rest if role == "consumer" and "HGMMA" in text]
+        if not products:
+            return kinds
+        last = products[0]  # of this kind: no other role's code lies between them
+        for address, role, text in rest:
+            if address > last and role in ("builder", "mover"):
+                break
+            last = address if role == "consumer" and "HGMMA" in text else last
+        begin, end = end, last + LOOP_END_BYTES
+        code = Code()
+        for role in ROLES:
+            own = [(address, text) for address, one, text in rest if one == role and address <= end]
+            # What is hoisted out of the loop lies before its head, the first place that is jumped back to.
+            jumps = [(address, labels[found[1]]) for address, text in own if (found := re.search(r"BRA.*`\((\.L_\w+)\)", text))]
+            head = min(target for address, target in jumps if begin <= target <= address)
+            code.lines[role] = {address // LINE_BYTES for address, _ in own if address >= head}
+        kinds.append(code)
+
+
+def crowded(code: Code, mover: int, scaler: int, consumer: int) -> float:
+    """How many lines lie in places with more than two, on average over the schedulers: one has the mover, three a builder."""
+    shifts = {"builder": 0, "mover": mover, "scaler": mover + scaler, "consumer": mover + scaler + consumer}
+
+    def on(helper: str) -> int:
+        together = Counter((line + shifts[role]) % SETS for role in ("consumer", "scaler", helper) for line in code.lines[role])
+        return sum(lines for lines in together.values() if lines > WAYS)
+
+    return (3 * on("builder") + on("mover")) / 4
+
+
+def best_placement(code: Code) -> tuple[float, int, int, int]:
+    """(crowded lines, lines before mover, scaler and consumer), the shortest of the best."""
+    # Scaler and consumer beside the builder first, which is what three of four schedulers have.
+    pairs = []
+    for scaler in range(SETS):
+        for consumer in range(SETS):
+            pairs.append((crowded(code, 0, scaler, consumer), scaler, consumer))
+    found = []
+    for _, scaler, consumer in sorted(pairs)[:60]:
+        for mover in range(SETS):
+            before = (scaler - mover) % SETS
+            found.append((crowded(code, mover, before, consumer), mover + before + consumer, mover, before, consumer))
+    lines, _, mover, before, consumer = min(found)
+    return lines, mover, before, consumer
+
+
+def disassemble(unit: str, folder: Path) -> str:
+    binary = folder / f"{unit}.cubin"
+    nvdisasm = shutil.which("nvdisasm")
+    if nvdisasm is None:
+        import triton
+
+        nvdisasm = str(Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm")
+    command = ["nvcc", "-std=c++17", "-O3", "-lineinfo", f"-I{ROOT / 'csrc'}", "-gencode", "arch=compute_90a,code=sm_90a"]
+    subprocess.run([*command, "-cubin", "-o", binary, FOLDER / "instantiations" / f"{unit}.cu"], check=True)
+    return subprocess.run([nvdisasm, "-gi", "-hex", binary], check=True, capture_output=True, text=True).stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--write", action="store_true", help="put the numbers into placement.cuh")
+    arguments = parser.parse_args()
+    text = PLACEMENT.read_text()
+    changed = False
+    with tempfile.TemporaryDirectory() as folder:
+        for dtype, name in (("__nv_bfloat16", "bf16"), ("float", "fp32")):
+            for pairs in (False, True):
+                kinds = read(disassemble(f"gate_{name}" + ("_paired" if pairs else ""), Path(folder)))
+                if len(kinds) != 1 + pairs:
+                    print(f"gate_{name}: {len(kinds)} kinds of work were found", file=sys.stderr)
+                    return 1
+                for blocks, code in enumerate(kinds, 1):
+                    start = f"constexpr Placement kPlacement<{dtype}, {'true' if pairs else 'false'}, {blocks}> = "
+                    found = re.search(re.escape(start) + r"\{(\d+), (\d+), (\d+)\};", text)
+                    now = crowded(code, 0, 0, 0)  # the numbers of today are in the code
+                    best, *more = best_placement(code)
+                    placed = [int(found[i + 1]) for i in range(3)]
+                    if best < now - 2:  # less is not worth a change
+                        placed = [(placed[i] + more[i]) % SETS for i in range(3)]
+                        changed = True
+                    line = f"{start}{{{placed[0]}, {placed[1]}, {placed[2]}}};"
+                    print(*(f"{role} {len(lines)}" for role, lines in code.lines.items()))
+                    print(f"{line}  // {now} crowded lines now, {best} at best")
+                    text = text.replace(found[0], line)
+    if arguments.write and changed:
+        PLACEMENT.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
