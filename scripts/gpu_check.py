@@ -2,6 +2,7 @@
 
     python scripts/gpu_check.py [--json PATH] [--parity-json PATH] [--minutes 9.5]
     python scripts/gpu_check.py --only two_gpus --json PATH     the tests with a marker, and nothing else
+    python scripts/gpu_check.py --parts hopper --json PATH      a part, so that several run side by side, to be joined
     python scripts/gpu_check.py --join RECORD... --json PATH    one record of several; needs neither a GPU nor torch
     python scripts/gpu_check.py --source-hash                   the hash of csrc/ and the package; needs no torch
 
@@ -30,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 HASHED_FOLDERS = ("csrc", "fla_kda_backend")
 # The same cases, bounds and checks as the table of scripts/parity.py, which finds the exact result once for both kernels.
 IN_THE_TABLE = "tests/gpu/test_parity.py::test_caller_form_is_served_and_matches_the_recurrence"
+COMPARISONS = "comparisons"
+PARTS = ("portable", "hopper", COMPARISONS)
 # Kept back for what follows the last group.
 RESERVE_SECONDS = 15
 
@@ -227,6 +230,7 @@ def main() -> int:
     parser.add_argument("--parity-json", type=Path, help="where the parity table goes (default: parity.json beside it)")
     parser.add_argument("--minutes", type=float, default=9.5, help="time to stay within; comparisons with FLA give way")
     parser.add_argument("--only", metavar="MARKER", help="run the tests with this marker alone, and no comparison")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="tests of a kernel, or the comparisons")
     parser.add_argument("--join", type=Path, nargs="+", metavar="RECORD", help="join these records, and run nothing")
     options = parser.parse_args()
     if options.source_hash:
@@ -253,14 +257,14 @@ def main() -> int:
     record = Record(options.json, facts)
     arguments = [str(ROOT / "tests" / "gpu"), "-q", "--tb=short", "--no-header", "-p", "no:cacheprovider"]
     arguments += ["-m", options.only] if options.only else ["--deselect", IN_THE_TABLE]
-    for path in kernel_paths():
+    for path in [path for path in kernel_paths() if path in options.parts]:
         plugin = GroupCounter(record, f"{options.only}/{path}" if options.only else path)
         with environment("FLA_KDA_FORCE", path):
             status = pytest.main([*arguments, f"--rootdir={ROOT}"], plugins=[plugin])
         if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             record.add("collection", "failed")
 
-    if not options.only:
+    if not options.only and COMPARISONS in options.parts:
         parity_json = options.parity_json or options.json.with_name("parity.json")
         compare_with_everything(record, parity_json, options.minutes)
     record.write(complete=True)

@@ -66,7 +66,7 @@ def role_of(places: list[tuple[str, int]]) -> str | None:
     if any(cold in text for text in texts for cold in COLD):
         return None
     for role, name in ROLES.items():
-        if any(name in text and ".run()" in text for text in texts):
+        if any(name in text and ".run(" in text for text in texts):
             own = str(FOLDER / f"{role}.cuh")
             return role if any(path == own and line in loop_of(own) for path, line in places) else None
     return None

@@ -62,6 +62,7 @@ class SmallCase:
     heads: int = 2
     kernels: tuple[str, ...] = ("hopper", "portable")
     segments: bool = False
+    turns: bool = False
 
 
 _HOPPER = ("hopper",)
@@ -77,6 +78,7 @@ CASES = {
     "packed, no states": SmallCase("10-megatron-lm", "varlen-many", "randn", 30),
     "segments, fp32 gates": SmallCase("1-kimi-linear", "dense-tail", "long-memory", 240, 2, _HOPPER, segments=True),
     "segments, packed": SmallCase("4-fla-safe-gate", "varlen", "randn", 500, 2, _HOPPER, segments=True),
+    "turns, bf16 gates": SmallCase("5-fla-default", "dense-tail", "randn", 70, 72, _HOPPER, turns=True),
 }
 
 
@@ -107,7 +109,7 @@ def work(chosen: list[tuple[str, str]]) -> int:
 
 
 def run_case(case: SmallCase, kernel: str, ops) -> dict:
-    """Run one case on one kernel and judge it on the CPU; {segments, error_o}."""
+    """Run one case on one kernel and judge it on the CPU; {segments, turns, error_o}."""
     from fla_kda_backend.call import Call
     from tests.kdakit import cases, compare
     from tests.kdakit.run import OperatorCalls, run_exactly
@@ -116,23 +118,27 @@ def run_case(case: SmallCase, kernel: str, ops) -> dict:
         cases.Case(cases.caller(case.caller), case.layout, case.gate), tokens=case.tokens, heads=case.heads, seed=1
     )
     arguments = {name: cases.to_device(value, "cuda") for name, value in built.judge.items()}
-    limits = (ops.MIN_SEGMENTED_TOKENS, ops.MIN_SEGMENT_TOKENS)
-    ops.MIN_SEGMENTED_TOKENS, ops.MIN_SEGMENT_TOKENS = (32, 32) if case.segments else limits
+    limits = (ops.MIN_SEGMENTED_TOKENS, ops.MIN_SEGMENT_TOKENS, ops.MIN_TURN_TOKENS)
+    if case.segments:
+        ops.MIN_SEGMENTED_TOKENS = ops.MIN_SEGMENT_TOKENS = 32
+    if case.turns:
+        ops.MIN_TURN_TOKENS = 32
     try:
         with OperatorCalls() as operator:
             o, state = ops.chunk_kda_forward(Call(**arguments, scale=cases.HEAD_DIM**-0.5), kernel)
     finally:
-        ops.MIN_SEGMENTED_TOKENS, ops.MIN_SEGMENT_TOKENS = limits
+        ops.MIN_SEGMENTED_TOKENS, ops.MIN_SEGMENT_TOKENS, ops.MIN_TURN_TOKENS = limits
     (called,) = operator.calls
-    if called["kernel"] != ops.KERNELS[kernel] or (called["segments"] > 1) != case.segments:
-        raise AssertionError(f"another way was taken: kernel {called['kernel']}, {called['segments']} segments")
+    ways = (called["kernel"], called["segments"] > 1, called["turns"] > 1)
+    if ways != (ops.KERNELS[kernel], case.segments, case.turns):
+        raise AssertionError(f"another way was taken: kernel, segments and turns are {ways}")
     exact_o, exact_state = run_exactly(built.judge)
     tolerance = compare.CUDA_FORWARD_FEW_TERMS
     compare.assert_close(o.cpu()[:, : built.covered], exact_o[:, : built.covered], tolerance.o, "o")
     if exact_state is not None:
         compare.assert_close(state.cpu(), exact_state, tolerance.state, "final_state")
     error = compare.relative_l2(o.cpu()[:, : built.covered], exact_o[:, : built.covered])
-    return {"segments": called["segments"], "error_o": error}
+    return {"segments": called["segments"], "turns": called["turns"], "error_o": error}
 
 
 # --- what a checker says ----------------------------------------------------------------------------------------------

@@ -14,6 +14,13 @@ __device__ __forceinline__ int lane_id() {
     return lane;
 }
 
+// The block, read anew at each call.
+__device__ __forceinline__ int block_id() {
+    int block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    return block;
+}
+
 // 2^x within 2 ulp; results below 2^-126 are zero.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;

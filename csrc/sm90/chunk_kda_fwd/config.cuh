@@ -6,7 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "api/chunk_kda_fwd_params.h"
 #include "common/shapes.cuh"
+#include "ptx/math.cuh"
 
 namespace kda::sm90 {
 
@@ -26,8 +28,8 @@ struct Roles {
     static constexpr int kConsumerWarps = 4 * kConsumerGroups;
     static constexpr int kIdleGroups = kThreads / 128 - kConsumerGroups - 2;
     static constexpr int kConsumerRegisters = kBlocks == 1 ? 160 : 208;
-    static constexpr int kScalerRegisters = kBlocks == 1 ? 88 : 128;
-    static constexpr int kHelperRegisters = kBlocks == 1 ? 104 : 128;
+    static constexpr int kScalerRegisters = kBlocks == 1 ? 80 : 128;
+    static constexpr int kHelperRegisters = kBlocks == 1 ? 112 : 128;
     static constexpr int kIdleRegisters = 24;
     static_assert(kConsumerGroups * kConsumerRegisters + kScalerRegisters + kHelperRegisters +
                       kIdleGroups * kIdleRegisters <=
@@ -40,6 +42,12 @@ struct Roles {
     static_assert(kBlocks * kBuilders <= kStages && kStages % kBlocks == 0);
 };
 constexpr int kZeroingBlocks = 64;  // extra blocks of a packed call, which clear the rows of no sequence
+
+// Which of a launch's works is this block's. Pairs of blocks come first.
+template <int kBlocks>
+__device__ __forceinline__ int64_t work_of_block(const ChunkKdaFwdParams& params) {
+    return kBlocks == 1 ? ptx::block_id() - params.paired : ptx::block_id() / kBlocks;
+}
 
 // How many chunks' factors one of the blocks makes.
 template <int kBlocks>

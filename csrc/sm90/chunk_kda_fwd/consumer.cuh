@@ -26,14 +26,18 @@ template <int kBlocks>
 class Consumer {
  public:
     // `warp`: of the eight that share V, 16 columns each.
-    __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, const Segment& segment, const Work& work,
-                                        SharedMemory<kBlocks>& smem, int warp)
-        : params_(params), segment_(segment), work_(work), smem_(smem), lane_(threadIdx.x % 32), warp_(warp) {}
+    __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, SharedMemory<kBlocks>& smem, int warp)
+        : params_(params), smem_(smem), lane_(threadIdx.x % 32), warp_(warp) {}
 
-    __device__ __forceinline__ void run() {
-        load_state();
-        if (work_.chunks > 0) run_chunks();
-        store_state();
+    // Found anew for both ends: kept from one to the other, what only they need would cost registers.
+    __device__ __forceinline__ void run(int chunks) {
+        {
+            const Segment segment = locate_segment(params_, work_of_block<kBlocks>(params_));
+            load_state(segment, cut_segment(params_, segment));
+        }
+        if (chunks > 0) run_chunks(chunks);
+        const Segment segment = locate_segment(params_, work_of_block<kBlocks>(params_));
+        store_state(segment, cut_segment(params_, segment));
     }
 
  private:
@@ -42,17 +46,17 @@ class Consumer {
     __device__ __forceinline__ int key_of(int h, int i) const { return 64 * h + 8 * (i / 4) + 2 * (lane_ % 4) + i % 2; }
 
     // The state between two segments, where both run for good.
-    __device__ __forceinline__ float* inner_state(int index) const {
-        return params_.pass == Pass::kTurn ? params_.carried + work_.state * kHeadDim * kHeadDim
-                                           : segment_map(params_, segment_.sequence, index, segment_.v_head, 1);
+    __device__ __forceinline__ float* inner_state(const Segment& segment, const Work& work, int index) const {
+        return params_.pass == Pass::kTurn ? params_.carried + work.state * kHeadDim * kHeadDim
+                                           : segment_map(params_, segment.sequence, index, segment.v_head, 1);
     }
 
     // The caller's states at a sequence's ends, others between segments, and for M the identity.
-    __device__ __forceinline__ void load_state() {
-        const bool inner = segment_.index > 0;
+    __device__ __forceinline__ void load_state(const Segment& segment, const Work& work) {
+        const bool inner = segment.index > 0;
         const float* source = inner ? nullptr : params_.initial_state;
-        if (source) source += work_.state * kHeadDim * kHeadDim;
-        if (inner && params_.pass != Pass::kMaps) source = inner_state(segment_.index - 1);
+        if (source) source += work.state * kHeadDim * kHeadDim;
+        if (inner && params_.pass != Pass::kMaps) source = inner_state(segment, work, segment.index - 1);
         ptx::wait_for_previous_launch();
         // A loop for each case, so that its loads are under way together.
         const bool v_first = inner || params_.state_v_first;
@@ -66,7 +70,7 @@ class Consumer {
                 x = source[key * kHeadDim + value], y = source[(key + 1) * kHeadDim + value];
             });
         } else {
-            const float diagonal = segment_.is_map ? 1.0f : 0.0f;
+            const float diagonal = segment.is_map ? 1.0f : 0.0f;
             for_pairs([&](int value, int key, float& x, float& y) {
                 x = value == key ? diagonal : 0.0f, y = value == key + 1 ? diagonal : 0.0f;
             });
@@ -84,15 +88,15 @@ class Consumer {
         }
     }
 
-    __device__ __forceinline__ void store_state() {
-        const bool inner = params_.pass != Pass::kWhole && segment_.index < params_.segments - 1;
+    __device__ __forceinline__ void store_state(const Segment& segment, const Work& work) {
+        const bool inner = params_.pass != Pass::kWhole && segment.index < params_.segments - 1;
         if (inner && params_.pass == Pass::kReplay) return;  // known from the maps
         float* target = params_.final_state;
-        if (target) target += work_.state * kHeadDim * kHeadDim;
-        if (segment_.is_map)
-            target = segment_map(params_, segment_.sequence, segment_.index, segment_.v_head, 0);
+        if (target) target += work.state * kHeadDim * kHeadDim;
+        if (segment.is_map)
+            target = segment_map(params_, segment.sequence, segment.index, segment.v_head, 0);
         else if (inner)
-            target = inner_state(segment_.index);
+            target = inner_state(segment, work, segment.index);
         if (!target) return;
         const bool v_first = inner || params_.state_v_first;
         for_pairs([&](int, int, float& x, float& y) { x *= kAnchorScale, y *= kAnchorScale; });
@@ -113,12 +117,12 @@ class Consumer {
         ptx::RingPlace<Roles<kBlocks>::kValues> slot;
     };
 
-    __device__ __forceinline__ void run_chunks() {
+    __device__ __forceinline__ void run_chunks(int chunks) {
         Place next;
         uint32_t rounded[2][4][4];  // the state in bf16, A operands of 16 channels each
         round_half(rounded[0], 0), round_half(rounded[1], 1);
         wait_for(next);
-        for (int chunk = 0; chunk < work_.chunks; ++chunk) {
+        for (int chunk = 0; chunk < chunks; ++chunk) {
             const Place place = next;
             const Stage& stage = smem_.stage[place.stage.index];
             // S^T [Kd; Qd]^T: C tiles 0 and 1 are (Kd S)^T, 2 and 3 (Qd S)^T, tokens 0..7 and 8..15 each.
@@ -128,7 +132,7 @@ class Consumer {
             load_operands(operands, stage, place.slot.index);
             ptx::wgmma_wait<0>();
             next.stage.advance(), next.slot.advance();
-            const bool last = chunk + 1 == work_.chunks;
+            const bool last = chunk + 1 == chunks;
             // Apart from each other, so that code for steep chunks, which are rare, does not lie between what all
             // others execute: the instruction cache is small.
             if (__builtin_expect(stage.steep[0] | stage.steep[1], 0))
@@ -318,8 +322,6 @@ class Consumer {
     }
 
     const ChunkKdaFwdParams& params_;
-    const Segment& segment_;
-    const Work& work_;
     SharedMemory<kBlocks>& smem_;
     const int lane_, warp_;
     float state_[2][32];

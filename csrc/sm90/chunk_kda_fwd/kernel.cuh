@@ -38,14 +38,13 @@ __device__ __forceinline__ void init_barriers(SharedMemory<kBlocks>& smem) {
     ptx::mbarrier_init_fence();
 }
 
-// `rank`: of the block among the kBlocks that share the work.
 template <typename GateT, bool kPairs, int kBlocks>
-__device__ __forceinline__ void run_work(const ChunkKdaFwdParams& params, int64_t index, void* shared, int rank) {
+__device__ __forceinline__ void run_work(const ChunkKdaFwdParams& params, void* shared) {
     using Roles = Roles<kBlocks>;
     constexpr Placement placement = kPlacement<GateT, kPairs, kBlocks>;
     const bool never = params.tokens < 0;
     SharedMemory<kBlocks>& smem = *static_cast<SharedMemory<kBlocks>*>(shared);
-    const Segment segment = locate_segment(params, index);
+    const Segment segment = locate_segment(params, work_of_block<kBlocks>(params));
     const Work work = cut_segment(params, segment);
     if (threadIdx.x == 0) init_barriers(smem);
     if constexpr (kBlocks == 1)
@@ -53,11 +52,12 @@ __device__ __forceinline__ void run_work(const ChunkKdaFwdParams& params, int64_
     else
         ptx::cluster_sync();
 
+    const int rank = blockIdx.x % kBlocks;  // of those that share the work
     const int warp = threadIdx.x / 32, producer = warp - Roles::kConsumerWarps;
     if (producer < 0) {
         ptx::grow_registers<Roles::kConsumerRegisters>();
         if (never) ptx::skip_instructions<kLine * placement.consumer>();
-        Consumer<kBlocks>(params, segment, work, smem, rank * Roles::kConsumerWarps + warp).run();
+        Consumer<kBlocks>(params, smem, rank * Roles::kConsumerWarps + warp).run(work.chunks);
     } else if (producer < 2 * kScalerPairs) {
         ptx::shrink_registers<Roles::kScalerRegisters>();
         if (never) ptx::skip_instructions<kLine * placement.scaler>();
@@ -88,9 +88,9 @@ __global__ void __cluster_dims__(kPairs ? 2 : 1, 1, 1) __launch_bounds__(kThread
     if (blockIdx.x >= blocks)
         zero_uncovered_rows(params, blockIdx.x - blocks, gridDim.x - blocks);
     else if (kPairs && blockIdx.x < 2 * paired)
-        run_work<GateT, kPairs, kPairs ? 2 : 1>(params, blockIdx.x / 2, shared_bytes, blockIdx.x % 2);
+        run_work<GateT, kPairs, kPairs ? 2 : 1>(params, shared_bytes);
     else if (blockIdx.x < works_of_pass(params) + paired)
-        run_work<GateT, kPairs, 1>(params, blockIdx.x - paired, shared_bytes, 0);
+        run_work<GateT, kPairs, 1>(params, shared_bytes);
 }
 
 // A bound below kForgetAll is not served: such gates would need a clamp that no model needs.

@@ -21,16 +21,16 @@ constexpr int kLine = 128 / 16;  // instructions
 template <typename GateT, bool kPairs, int kBlocks>
 constexpr Placement kPlacement = {0, 0, 0};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, false, 1> = {57, 55, 34};
+constexpr Placement kPlacement<__nv_bfloat16, false, 1> = {59, 39, 48};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, true, 1> = {56, 40, 13};
+constexpr Placement kPlacement<__nv_bfloat16, true, 1> = {55, 40, 54};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, true, 2> = {3, 44, 8};
+constexpr Placement kPlacement<__nv_bfloat16, true, 2> = {60, 39, 55};
 template <>
-constexpr Placement kPlacement<float, false, 1> = {56, 37, 29};
+constexpr Placement kPlacement<float, false, 1> = {58, 32, 62};
 template <>
-constexpr Placement kPlacement<float, true, 1> = {1, 35, 21};
+constexpr Placement kPlacement<float, true, 1> = {3, 35, 0};
 template <>
-constexpr Placement kPlacement<float, true, 2> = {62, 11, 42};
+constexpr Placement kPlacement<float, true, 2> = {63, 10, 20};
 
 }  // namespace kda::sm90
