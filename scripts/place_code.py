@@ -1,12 +1,12 @@
-"""Finds the numbers of csrc/sm90/chunk_kda_fwd/placement.cuh: where the Hopper kernel's roles should lie in the instruction cache.
+"""Finds the numbers of placement.cuh: where the roles of the Hopper kernel should lie in the instruction cache.
 
     python scripts/place_code.py [--write]
 
-Compiles the kernel for each dtype of g, alone and in pairs, reads which lines of 128 bytes its roles' loops take (without
-what only steep chunks, other gates, short chunks or waiting need), and looks for the empty lines before roles after which
-the fewest of these lie where more than two share their address modulo 8 KB. Prints the lines of placement.cuh, and with
-`--write` puts them there; as room before a role changes the code a little, repeat until nothing changes. Needs nvcc, and
-nvdisasm, which comes with Triton; no GPU.
+Compiles the kernel for each dtype of g, with and without pairs of blocks, reads which lines of 128 bytes its roles'
+loops take (without what only steep chunks, other gates, short chunks or waiting need), and looks for the empty lines
+before roles with which the fewest of these lie where more than two share their address modulo 8 KB. Prints the lines of
+csrc/sm90/chunk_kda_fwd/placement.cuh, and with `--write` puts them there; as room before a role changes the code a
+little, repeat until nothing changes. Needs nvcc, and nvdisasm, which comes with Triton; no GPU.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def loop_of(path: str) -> range:
 
 def role_of(places: list[tuple[str, int]]) -> str | None:
     """Whose loop an instruction belongs to, from the source lines that it was inlined at, the innermost first."""
-    texts = [source(path)[line - 1] if path.startswith(str(ROOT)) and 0 < line <= len(source(path)) else "" for path, line in places]
+    texts = [source(path)[line - 1] for path, line in places if path.startswith(str(ROOT)) and line <= len(source(path))]
     if any(cold in text for text in texts for cold in COLD):
         return None
     for role, name in ROLES.items():
@@ -109,18 +109,20 @@ def read(disassembly: str) -> list[Code]:
         for role in ROLES:
             own = [(address, text) for address, one, text in rest if one == role and address <= end]
             # What is hoisted out of the loop lies before its head, the first place that is jumped back to.
-            jumps = [(address, labels[found[1]]) for address, text in own if (found := re.search(r"BRA.*`\((\.L_\w+)\)", text))]
-            head = min(target for address, target in jumps if begin <= target <= address)
+            jumps = [(address, re.search(r"BRA.*`\((\.L_\w+)\)", text)) for address, text in own]
+            targets = [(address, labels[found[1]]) for address, found in jumps if found]
+            head = min(target for address, target in targets if begin <= target <= address)
             code.lines[role] = {address // LINE_BYTES for address, _ in own if address >= head}
         kinds.append(code)
 
 
 def crowded(code: Code, mover: int, scaler: int, consumer: int) -> float:
-    """How many lines lie in places with more than two, on average over the schedulers: one has the mover, three a builder."""
+    """How many lines lie where more than two do, on average over schedulers: one has the mover, three a builder."""
     shifts = {"builder": 0, "mover": mover, "scaler": mover + scaler, "consumer": mover + scaler + consumer}
 
     def on(helper: str) -> int:
-        together = Counter((line + shifts[role]) % SETS for role in ("consumer", "scaler", helper) for line in code.lines[role])
+        roles = ("consumer", "scaler", helper)
+        together = Counter((line + shifts[role]) % SETS for role in roles for line in code.lines[role])
         return sum(lines for lines in together.values() if lines > WAYS)
 
     return (3 * on("builder") + on("mover")) / 4

@@ -76,14 +76,14 @@ def read(path: Path) -> tuple[int, list[Instruction]]:
     with path.open(newline="") as file:
         rows = list(csv.reader(file))
     titles = next((row for row in rows if row[:2] == ["Address", "Source"]), None)
-    kernel = re.search(r"chunk_kda_fwd_kernel<\w+, \(int\)(\d)>", " ".join(rows[0]) if rows else "")
+    kernel = re.search(r"chunk_kda_fwd_kernel<\w+, \(bool\)([01])>", " ".join(rows[0]) if rows else "")
     if titles is None or kernel is None:
         raise ValueError(f"{path} is not what `ncu --page source --csv` prints of the kernel")
     columns = [titles.index(name) for name in ("Instructions Executed", "# Samples", "stall_no_inst")]
     body = [row for row in rows[rows.index(titles) + 1 :] if len(row) == len(titles)]
     first = int(body[0][0], 16)
     texts = [re.sub(r"0x([0-9a-f]{8,})$", lambda at: hex(int(at[1], 16) - first), row[1].strip()) for row in body]
-    return int(kernel[1]), [
+    return 1 + int(kernel[1]), [
         Instruction(int(row[0], 16) - first, text, *(int(row[column] or 0) for column in columns))
         for row, text in zip(body, texts, strict=True)
     ]

@@ -9,10 +9,11 @@ alone, through all cases, each judged by the fp64 recurrence so that a case that
 tensor is an allocation of its own there, between other allocations of nobody.
 
 The record is {source_sha256, gpu, sanitizer, tools: {tool: {status, errors, warnings, seconds, note}}, rows: [{tool,
-kernel, case, status, errors, warnings, seconds, error_o, segments, first}], groups, counts, seconds, complete}. The status of a
-tool is "finished", "out of time", "unavailable" (it does not run on this machine; `note` says why) or "broken"; that of
-a row is "clean", "errors", "failed" (wrong results or an exception), or "not run". Warnings are counted and are no
-errors. Exits with 1 for errors or failures, with 3 where a tool is unavailable or did not finish, with 2 without a GPU.
+kernel, case, status, errors, warnings, seconds, error_o, segments, turns, first}], groups, counts, seconds, complete}.
+The status of a tool is "finished", "out of time", "unavailable" (it does not run on this machine; `note` says why) or
+"broken"; that of a row is "clean", "errors", "failed" (wrong results or an exception), or "not run". Warnings are
+counted and are no errors. Exits with 1 for errors or failures, with 3 where a tool is unavailable or did not finish,
+with 2 without a GPU.
 """
 
 import argparse
@@ -51,8 +52,8 @@ DRAIN_SECONDS = 0.2
 class SmallCase:
     """A call small enough for a checker that slows kernels down a hundred times.
 
-    caller, layout, gate: of tests/kdakit/cases.py. kernels: that it is for. segments: whether the sequences are to be
-    cut although they are short.
+    caller, layout, gate: of tests/kdakit/cases.py. kernels: that it is for. segments, turns: whether the sequences are
+    to be cut, side by side or in turns, although they are short.
     """
 
     caller: str
@@ -229,7 +230,7 @@ def rows_of(tool: str, chosen: list[tuple[str, str]], output: Output) -> list[di
         rows.append(
             {"tool": tool, "kernel": kernel, "case": name, "status": status, "errors": errors}
             | {"warnings": len(findings) - errors, "seconds": facts.get("seconds"), "error_o": facts.get("error_o")}
-            | {"segments": facts.get("segments"), "first": first}
+            | {"segments": facts.get("segments"), "turns": facts.get("turns"), "first": first}
         )
     return rows
 

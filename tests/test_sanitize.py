@@ -148,7 +148,8 @@ def test_cases_ask_for_what_their_names_say():
         assert ("packed" in name) == case.layout.startswith("varlen")
         assert "fp32" not in name or str(form.g_dtype) == "torch.float32"
         assert "bf16" not in name or form.g_dtype is None
-        assert ("many heads" in name) == (2 * case.heads > 132), "two blocks a head where that fits an H200"
+        assert ("many heads" in name or case.turns) == (2 * case.heads > 132), "two blocks a head where that fits an H200"
+        assert ("segments" in name, "turns" in name) == (case.segments, case.turns)
         assert not form.packed_only or case.layout.startswith("varlen")
 
 
