@@ -183,11 +183,15 @@ def test_constants_in_the_kernel_pages_are_those_of_the_kernels(page, folder):
     text = (ROOT / "docs" / page).read_text()
     config = (ROOT / "csrc" / folder / "chunk_kda_fwd" / "config.cuh").read_text()
     constants = dict(re.findall(r"constexpr \w+ (k\w+) = (-?[\d.]+)f?;", config))
+    by_blocks = {name: two for name, *two in re.findall(r"(k\w+) = kBlocks == 1 \? (\d+) : (\d+);", config)}
     anchor = int(float(constants["kAnchor"]))
-    stages = int(constants["kStages"])
     assert f"A = {anchor}" in text and f"G < −{2 * anchor}" in text
-    assert f"| {stages} stages:" in text
+    for stages in by_blocks.get("kStages") or [constants["kStages"]]:
+        assert f"| {stages} stages:" in text
     if folder == "sm90":
-        assert f"| {constants['kInputs']} inputs:" in text and f"| {constants['kValues']} × v" in text
+        assert all(f"| {inputs} inputs:" in text for inputs in by_blocks["kInputs"])
+        assert f"| {constants['kValues']} × v" in text
+        for registers in zip(*(by_blocks[f"k{role}Registers"] for role in ("Consumer", "Scaler", "Helper")), strict=True):
+            assert f"| {' / '.join(registers)} |" in text
         assert f"| builders | {constants['kBuilders']}," in text
         assert f"2^−{-int(float(constants['kForgotten']))}" in text
