@@ -16,6 +16,7 @@ from tests.kdakit.run import (
     OperatorCalls,
     environment,
     expected_path,
+    heads_in_three_turns,
     run_exactly,
     run_exactly_in_chunks,
     run_on_kernels,
@@ -204,6 +205,28 @@ def test_a_graph_of_a_call_in_segments_replays_with_new_contents():
         exact_o, exact_state = run_exactly_in_chunks(cases.judge_arguments(arguments))
         compare.assert_close(o, exact_o, compare.CUDA_FORWARD.o, "o of a replay")
         compare.assert_close(state, exact_state, compare.CUDA_FORWARD.state, "final_state of a replay")
+
+
+@pytest.mark.fault("host synchronisation that breaks capture")
+def test_a_graph_of_a_call_in_turns_replays_with_new_contents(monkeypatch):
+    if expected_path() != "hopper":
+        pytest.skip("only the Hopper kernel runs heads in turns")
+    monkeypatch.setattr(ops, "MIN_TURN_TOKENS", 32)
+
+    def build(seed):
+        case = cases.Case(cases.caller("3-kimi-k3"), "dense", "randn")
+        return cases.build(case, tokens=300, heads=heads_in_three_turns(), device=DEVICE, seed=seed).arguments
+
+    arguments = build(36)
+    with OperatorCalls() as operator:
+        graph, (o, state) = capture(arguments)
+    assert operator.calls and all(call["turns"] == 3 for call in operator.calls)
+    for seed in (37, 38):
+        copy_into(arguments, build(seed))
+        graph.replay()
+        exact_o, exact_state = run_exactly_in_chunks(cases.judge_arguments(arguments))
+        compare.assert_close(o, exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o of a replay")
+        compare.assert_close(state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state of a replay")
 
 
 @pytest.mark.fault("stale metadata in a replay")

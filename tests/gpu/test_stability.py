@@ -7,7 +7,14 @@ import fla_kda_backend
 from fla_kda_backend import ops
 from tests.gpu import DEVICE
 from tests.kdakit import cases, compare
-from tests.kdakit.run import OperatorCalls, expected_path, run_on_kernels, same_bits, uninitialised_memory_is_nan
+from tests.kdakit.run import (
+    OperatorCalls,
+    expected_path,
+    heads_in_three_turns,
+    run_on_kernels,
+    same_bits,
+    uninitialised_memory_is_nan,
+)
 
 REPEATS = 250
 SHAPES = {
@@ -46,6 +53,7 @@ QUICK_SHAPES = {
     "more-heads-than-multiprocessors": ("5-fla-default", "dense-tail", 48, 200),
     "many-sequences": ("4-fla-safe-gate", "varlen-many", 400, 4),
     "segments": ("1-kimi-linear", "dense-tail", 1000, 2),
+    "turns": ("3-kimi-k3", "dense-tail", 100, None),  # as many heads as it takes
 }
 
 
@@ -53,17 +61,21 @@ QUICK_SHAPES = {
 @pytest.mark.parametrize("shape", QUICK_SHAPES)
 def test_ten_thousand_repeats_are_bit_identical(shape, monkeypatch, record_property):
     name, layout, tokens, heads = QUICK_SHAPES[shape]
+    if shape in ("segments", "turns") and expected_path() != "hopper":
+        pytest.skip("only the Hopper kernel cuts sequences")
     if shape == "segments":
-        if expected_path() != "hopper":
-            pytest.skip("only the Hopper kernel cuts sequences into segments")
         monkeypatch.setattr(ops, "MIN_SEGMENTED_TOKENS", 256)
         monkeypatch.setattr(ops, "MIN_SEGMENT_TOKENS", 128)
+    if shape == "turns":
+        monkeypatch.setattr(ops, "MIN_TURN_TOKENS", 32)
+        heads = heads_in_three_turns()
     case = cases.Case(cases.caller(name), layout, "mixed")
     arguments = cases.build(case, tokens=tokens, heads=heads, device=DEVICE, seed=23).arguments
     arguments["state_v_first"] = arguments.pop("transpose_state_layout", arguments.get("state_v_first", False))
     with OperatorCalls() as operator:
         expected = [x.view(torch.int16) for x in run_on_kernels(arguments)]
-    assert (operator.calls[0]["segments"] > 1) == (shape == "segments")
+    (call,) = operator.calls
+    assert (call["segments"] > 1, call["turns"] > 1) == (shape == "segments", shape == "turns")
     served = fla_kda_backend.dispatch_counts()[expected_path()]
     differing = torch.zeros((), dtype=torch.int64, device=DEVICE)
 

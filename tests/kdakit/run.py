@@ -26,6 +26,11 @@ def expected_path() -> str:
     return os.environ.get("FLA_KDA_FORCE") or kernel_paths()[0]
 
 
+def heads_in_three_turns() -> int:
+    """So many heads that the Hopper kernel has multiprocessors to spare for a third of them at a time."""
+    return torch.cuda.get_device_properties("cuda").multi_processor_count * 3 // 4
+
+
 def run_on_kernels(arguments: dict, path: str | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(o, final_state) of our CUDA kernels, in inference. Fails unless the dispatcher says that `path` served it (the
     expected one when None).
