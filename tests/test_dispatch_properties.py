@@ -221,8 +221,8 @@ def test_a_library_that_does_not_load_is_a_reason_and_never_an_exception(tmp_pat
     assert decision == Decision("triton", f"no kernels are loaded: {error}")
 
 
-def test_the_kernel_for_few_heads_and_long_sequences_is_that_of_every_other_call(gpu):  # noqa: F811
-    # The choice between kernels is one of the device alone; a slower one is never chosen for a shape.
+def test_the_kernel_for_few_heads_and_long_sequences_is_that_of_every_other_dense_call(gpu):  # noqa: F811
+    # The choice between kernels is one of the device, and of the mean length where sequences are packed.
     for B, T, H in itertools.product((1, 4), (1, 64, 8192), (1, 4, 96)):
         empty = dict(B=B, T=T, H=H, HV=H)
         q = torch.empty(B, T, H, 128, dtype=torch.bfloat16, device=GPU)
