@@ -5,7 +5,7 @@ import re
 import pytest
 
 from scripts import place_code
-from scripts.place_code import FOLDER, LINE_BYTES, ROLES, SETS, Code
+from scripts.place_code import FOLDER, ROLES, SETS, Code
 
 
 def code(**lines: range) -> Code:
@@ -43,14 +43,14 @@ def listing(order=tuple(ROLES)) -> str:
         path = str(FOLDER / f"{role}.cuh")
         call = 1 + next(i for i, line in enumerate(place_code.source(kernel)) if ROLES[role] in line and ".run(" in line)
         loop = place_code.loop_of(path)[1]
-        steep = str(FOLDER / "builder.cuh")
-        cold = 1 + next(i for i, line in enumerate(place_code.source(steep)) if "restore_keys(stage" in line)
+        builder = str(FOLDER / "builder.cuh")
+        cold = 1 + next(i for i, line in enumerate(place_code.source(builder)) if "restore_keys(stage" in line)
         kinds = ["hoisted"] * 8 + ["hot"] * 8 + ["cold"] * 8 + ["hot"] * 8
         for index, kind in enumerate(kinds):
             if index == 8:
                 text.append(f".L_x_{role}:")
             if kind == "cold":
-                text.append(f'\t//## File "{steep}", line {cold} inlined at "{kernel}", line {call}')
+                text.append(f'\t//## File "{builder}", line {cold} inlined at "{kernel}", line {call}')
             text.append(f'\t//## File "{path}", line {loop} inlined at "{kernel}", line {call}')
             text.append(f'\t//## File "{kernel}", line {call}')
             opcode = "HGMMA.64x32x16.F32.BF16 R88" if role == "consumer" and index == 9 else "FMUL R1, R2, R3"
@@ -62,9 +62,8 @@ def listing(order=tuple(ROLES)) -> str:
 
 def test_loops_are_read_without_what_is_hoisted_out_of_them_or_rarely_executed():
     (kind,) = place_code.read(listing())
-    lines = 4 * LINE_BYTES // LINE_BYTES  # of each role: hoisted, hot, cold, hot
-    for index, role in enumerate(ROLES):
-        assert kind.lines[role] == {lines * index + 1, lines * index + 3}
+    for index, role in enumerate(ROLES):  # each has four lines: hoisted, hot, cold, hot
+        assert kind.lines[role] == {4 * index + 1, 4 * index + 3}
 
 
 def test_a_kernel_of_pairs_has_two_kinds_of_work():
