@@ -16,14 +16,17 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.profile_roles import LINE_BYTES, SETS  # noqa: E402
+
 FOLDER = ROOT / "csrc/sm90/chunk_kda_fwd"
 PLACEMENT = FOLDER / "placement.cuh"
-LINE_BYTES, SETS, WAYS = 128, 64, 2
+WAYS = 2  # lines of a set
 ROLES = {"builder": "Builder<", "mover": "Mover<", "scaler": "Scaler<", "consumer": "Consumer<"}
 # What a call of usual gates, full chunks and no waiting does not execute, by the source lines that it is inlined at.
 COLD = (
@@ -39,11 +42,8 @@ COLD = (
 LOOP_END_BYTES = 3300
 
 
-@dataclass
-class Code:
-    """The lines of 128 bytes that one kind of work executes for every chunk, by role."""
-
-    lines: dict[str, set[int]] = field(default_factory=lambda: {role: set() for role in ROLES})
+# By role, the numbers of the lines of LINE_BYTES that one kind of work executes for every chunk.
+Code = dict[str, set[int]]
 
 
 @cache
@@ -105,14 +105,14 @@ def read(disassembly: str) -> list[Code]:
                 break
             last = address if role == "consumer" and "HGMMA" in text else last
         begin, end = end, last + LOOP_END_BYTES
-        code = Code()
+        code: Code = {}
         for role in ROLES:
             own = [(address, text) for address, one, text in rest if one == role and address <= end]
             # What is hoisted out of the loop lies before its head, the first place that is jumped back to.
             jumps = [(address, re.search(r"BRA.*`\((\.L_\w+)\)", text)) for address, text in own]
             targets = [(address, labels[found[1]]) for address, found in jumps if found]
             head = min(target for address, target in targets if begin <= target <= address)
-            code.lines[role] = {address // LINE_BYTES for address, _ in own if address >= head}
+            code[role] = {address // LINE_BYTES for address, _ in own if address >= head}
         kinds.append(code)
 
 
@@ -122,7 +122,7 @@ def crowded(code: Code, mover: int, scaler: int, consumer: int) -> float:
 
     def on(helper: str) -> int:
         roles = ("consumer", "scaler", helper)
-        together = Counter((line + shifts[role]) % SETS for role in roles for line in code.lines[role])
+        together = Counter((line + shifts[role]) % SETS for role in roles for line in code[role])
         return sum(lines for lines in together.values() if lines > WAYS)
 
     return (3 * on("builder") + on("mover")) / 4
@@ -179,7 +179,7 @@ def main() -> int:
                         placed = [(placed[i] + more[i]) % SETS for i in range(3)]
                         changed = True
                     line = f"{start}{{{placed[0]}, {placed[1]}, {placed[2]}}};"
-                    print(*(f"{role} {len(lines)}" for role, lines in code.lines.items()))
+                    print(*(f"{role} {len(lines)}" for role, lines in code.items()))
                     print(f"{line}  // {now} crowded lines now, {best} at best")
                     text = text.replace(found[0], line)
     if arguments.write and changed:

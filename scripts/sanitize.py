@@ -25,8 +25,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -119,16 +121,10 @@ def run_case(case: SmallCase, kernel: str, ops) -> dict:
         cases.Case(cases.caller(case.caller), case.layout, case.gate), tokens=case.tokens, heads=case.heads, seed=1
     )
     arguments = {name: cases.to_device(value, "cuda") for name, value in built.judge.items()}
-    limits = (ops.MIN_SEGMENTED_TOKENS, ops.MIN_SEGMENT_TOKENS, ops.MIN_TURN_TOKENS)
-    if case.segments:
-        ops.MIN_SEGMENTED_TOKENS = ops.MIN_SEGMENT_TOKENS = 32
-    if case.turns:
-        ops.MIN_TURN_TOKENS = 32
-    try:
-        with OperatorCalls() as operator:
-            o, state = ops.chunk_kda_forward(Call(**arguments, scale=cases.HEAD_DIM**-0.5), kernel)
-    finally:
-        ops.MIN_SEGMENTED_TOKENS, ops.MIN_SEGMENT_TOKENS, ops.MIN_TURN_TOKENS = limits
+    limits = dict(MIN_SEGMENTED_TOKENS=32, MIN_SEGMENT_TOKENS=32, MIN_TURN_TOKENS=32)
+    cut = mock.patch.multiple(ops, **limits) if case.segments or case.turns else nullcontext()
+    with cut, OperatorCalls() as operator:
+        o, state = ops.chunk_kda_forward(Call(**arguments, scale=cases.HEAD_DIM**-0.5), kernel)
     (called,) = operator.calls
     ways = (called["kernel"], called["segments"] > 1, called["turns"] > 1)
     if ways != (ops.KERNELS[kernel], case.segments, case.turns):

@@ -9,7 +9,7 @@ from scripts.place_code import FOLDER, ROLES, SETS, Code
 
 
 def code(**lines: range) -> Code:
-    return Code({role: set(lines.get(role, ())) for role in ROLES})
+    return {role: set(lines.get(role, ())) for role in ROLES}
 
 
 def test_lines_are_crowded_where_more_than_two_share_an_address_modulo_the_cache():
@@ -36,10 +36,10 @@ def test_code_that_does_not_fit_is_placed_as_well_as_it_can_be():
     assert crowded == place_code.crowded(most, *room)
 
 
-def listing(order=tuple(ROLES)) -> str:
+def listing() -> str:
     """A disassembly of roles of 16 instructions each, a line hoisted out of their loops before and a cold one inside."""
     kernel, text, address = str(FOLDER / "kernel.cuh"), ["\t.section\t.text", ".text.chunk_kda_fwd_kernel:"], 0
-    for role in order:
+    for role in ROLES:
         path = str(FOLDER / f"{role}.cuh")
         call = 1 + next(i for i, line in enumerate(place_code.source(kernel)) if ROLES[role] in line and ".run(" in line)
         loop = place_code.loop_of(path)[1]
@@ -63,7 +63,7 @@ def listing(order=tuple(ROLES)) -> str:
 def test_loops_are_read_without_what_is_hoisted_out_of_them_or_rarely_executed():
     (kind,) = place_code.read(listing())
     for index, role in enumerate(ROLES):  # each has four lines: hoisted, hot, cold, hot
-        assert kind.lines[role] == {4 * index + 1, 4 * index + 3}
+        assert kind[role] == {4 * index + 1, 4 * index + 3}
 
 
 def test_a_kernel_of_pairs_has_two_kinds_of_work():

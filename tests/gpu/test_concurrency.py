@@ -16,7 +16,7 @@ from tests.kdakit.run import (
     OperatorCalls,
     environment,
     expected_path,
-    heads_in_three_turns,
+    heads_in_turns,
     run_exactly,
     run_exactly_in_chunks,
     run_on_kernels,
@@ -186,6 +186,14 @@ def copy_into(arguments: dict, fresh: dict) -> None:
             value.copy_(fresh[name])
 
 
+def check_replay(graph, results: tuple, arguments: dict, what: str, tolerance=compare.CUDA_FORWARD) -> None:
+    """Replay, and fail unless the results are those of what the arguments hold now."""
+    graph.replay()
+    exact_o, exact_state = run_exactly_in_chunks(cases.judge_arguments(arguments))
+    compare.assert_close(results[0], exact_o, tolerance.o, f"o {what}")
+    compare.assert_close(results[1], exact_state, tolerance.state, f"final_state {what}")
+
+
 @pytest.mark.fault("host synchronisation that breaks capture")
 def test_a_graph_of_a_call_in_segments_replays_with_new_contents():
     if expected_path() != "hopper":
@@ -197,14 +205,11 @@ def test_a_graph_of_a_call_in_segments_replays_with_new_contents():
 
     arguments = build(31)
     with OperatorCalls() as operator:
-        graph, (o, state) = capture(arguments)
+        graph, results = capture(arguments)
     assert operator.calls and all(call["segments"] > 1 for call in operator.calls)
     for seed in (32, 33):
         copy_into(arguments, build(seed))
-        graph.replay()
-        exact_o, exact_state = run_exactly_in_chunks(cases.judge_arguments(arguments))
-        compare.assert_close(o, exact_o, compare.CUDA_FORWARD.o, "o of a replay")
-        compare.assert_close(state, exact_state, compare.CUDA_FORWARD.state, "final_state of a replay")
+        check_replay(graph, results, arguments, "of a replay")
 
 
 @pytest.mark.fault("host synchronisation that breaks capture")
@@ -215,18 +220,15 @@ def test_a_graph_of_a_call_in_turns_replays_with_new_contents(monkeypatch):
 
     def build(seed):
         case = cases.Case(cases.caller("3-kimi-k3"), "dense", "randn")
-        return cases.build(case, tokens=300, heads=heads_in_three_turns(), device=DEVICE, seed=seed).arguments
+        return cases.build(case, tokens=300, heads=heads_in_turns(3), device=DEVICE, seed=seed).arguments
 
     arguments = build(36)
     with OperatorCalls() as operator:
-        graph, (o, state) = capture(arguments)
+        graph, results = capture(arguments)
     assert operator.calls and all(call["turns"] == 3 for call in operator.calls)
     for seed in (37, 38):
         copy_into(arguments, build(seed))
-        graph.replay()
-        exact_o, exact_state = run_exactly_in_chunks(cases.judge_arguments(arguments))
-        compare.assert_close(o, exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o of a replay")
-        compare.assert_close(state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state of a replay")
+        check_replay(graph, results, arguments, "of a replay", compare.CUDA_FORWARD_FEW_TERMS)
 
 
 @pytest.mark.fault("stale metadata in a replay")
@@ -238,14 +240,11 @@ def test_a_graph_of_packed_segments_reads_the_boundaries_of_its_moment():
     arguments = cases.build(case, tokens=total, heads=2, device=DEVICE, seed=34).arguments
     arguments["cu_seqlens"] = torch.tensor([0, total // 2, total], device=DEVICE)
     with OperatorCalls() as operator:
-        graph, (o, state) = capture(arguments)
+        graph, results = capture(arguments)
     assert operator.calls and all(call["segments"] > 1 for call in operator.calls)
     for boundaries in ([0, 17, total], [0, 0, total - 100], [0, total - 1, total]):
         arguments["cu_seqlens"].copy_(torch.tensor(boundaries))
-        graph.replay()
-        exact_o, exact_state = run_exactly_in_chunks(cases.judge_arguments(arguments))
-        compare.assert_close(o, exact_o, compare.CUDA_FORWARD.o, f"o with {boundaries}")
-        compare.assert_close(state, exact_state, compare.CUDA_FORWARD.state, f"final_state with {boundaries}")
+        check_replay(graph, results, arguments, f"with {boundaries}")
 
 
 def test_a_graph_that_feeds_its_state_back_is_a_loop_over_the_tokens():

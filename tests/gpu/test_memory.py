@@ -14,7 +14,7 @@ from tests.kdakit import cases, compare, guards
 from tests.kdakit.run import (
     OperatorCalls,
     expected_path,
-    heads_in_three_turns,
+    heads_in_turns,
     run_exactly,
     run_exactly_in_chunks,
     run_on_kernels,
@@ -83,7 +83,7 @@ def test_nothing_outside_is_read_or_written_by_turns(monkeypatch):
         pytest.skip("only the Hopper kernel runs heads in turns")
     monkeypatch.setattr(ops, "MIN_TURN_TOKENS", 32)
     case = cases.Case(cases.caller("4-fla-safe-gate"), "dense-tail", "long-memory")
-    call = cases.build(case, tokens=120, heads=heads_in_three_turns(), device=DEVICE, seed=8)
+    call = cases.build(case, tokens=120, heads=heads_in_turns(3), device=DEVICE, seed=8)
     with OperatorCalls() as operator:
         check_between_guards(call.arguments, 0, call.judge)
     assert len(operator.calls) == 2 and all(one["turns"] == 3 for one in operator.calls)

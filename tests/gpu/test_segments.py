@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.gpu import DEVICE
+from tests.gpu.checks import check_against_recurrence_and_again, check_the_past_ignores_the_future
 from tests.kdakit import cases, compare
-from tests.kdakit.run import OperatorCalls, expected_path, run_exactly, run_on_kernels, same_bits
+from tests.kdakit.run import OperatorCalls, expected_path, run_exactly, run_on_kernels
 
 HEADS, TOKENS = 2, 8192
 # Sequences of which one is longer than all its segments, one is shorter than a chunk, one is empty.
@@ -29,13 +30,7 @@ def run_in_segments(arguments: dict) -> tuple[torch.Tensor, torch.Tensor | None]
 def check(arguments: dict) -> None:
     if expected_path() != "hopper":
         pytest.skip("only the Hopper kernel cuts sequences into segments")
-    o, state = run_in_segments(arguments)
-    exact_o, exact_state = run_exactly(cases.judge_arguments(arguments))
-    compare.assert_close(o, exact_o, compare.CUDA_FORWARD.o, "o")
-    if exact_state is not None:
-        compare.assert_close(state, exact_state, compare.CUDA_FORWARD.state, "final_state")
-    again_o, again_state = run_on_kernels(arguments)
-    assert same_bits(o, again_o) and same_bits(state, again_state), "two runs differ"
+    check_against_recurrence_and_again(arguments, *run_in_segments(arguments))
 
 
 @pytest.mark.parametrize("name", ["1-kimi-linear", "3-kimi-k3", "5-fla-default"])
@@ -64,14 +59,7 @@ def test_no_final_state_and_a_tail_in_segments():
 
 def test_the_past_ignores_the_future_across_segments():
     arguments = build("3-kimi-k3", "long-memory")
-    o, _ = run_in_segments(arguments)
-    changed = dict(arguments, v=arguments["v"].clone(), g=arguments["g"].clone())
-    start = 3333
-    changed["v"][:, start:] += 1
-    changed["g"][:, start:] = 4
-    later, _ = run_in_segments(changed)
-    assert same_bits(o[:, :start], later[:, :start])
-    assert not torch.equal(o[:, start:], later[:, start:])
+    check_the_past_ignores_the_future(arguments, run_in_segments, start=3333)
 
 
 def test_packed_sequences_taken_longest_first_match_the_recurrence():

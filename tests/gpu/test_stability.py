@@ -10,7 +10,7 @@ from tests.kdakit import cases, compare
 from tests.kdakit.run import (
     OperatorCalls,
     expected_path,
-    heads_in_three_turns,
+    heads_in_turns,
     run_on_kernels,
     same_bits,
     uninitialised_memory_is_nan,
@@ -68,7 +68,7 @@ def test_ten_thousand_repeats_are_bit_identical(shape, monkeypatch, record_prope
         monkeypatch.setattr(ops, "MIN_SEGMENT_TOKENS", 128)
     if shape == "turns":
         monkeypatch.setattr(ops, "MIN_TURN_TOKENS", 32)
-        heads = heads_in_three_turns()
+        heads = heads_in_turns(3)
     case = cases.Case(cases.caller(name), layout, "mixed")
     arguments = cases.build(case, tokens=tokens, heads=heads, device=DEVICE, seed=23).arguments
     arguments["state_v_first"] = arguments.pop("transpose_state_layout", arguments.get("state_v_first", False))

@@ -5,16 +5,9 @@ import torch
 
 from fla_kda_backend import ops
 from tests.gpu import DEVICE
-from tests.kdakit import cases, compare
-from tests.kdakit.run import OperatorCalls, expected_path, run_exactly, run_on_kernels, same_bits
-
-# Three quarters of the device: three turns. Five sixths, not a multiple of the turns: five.
-SHARES = {3: (3, 4), 5: (5, 6)}
-
-
-def heads_of(turns: int) -> int:
-    numerator, denominator = SHARES[turns]
-    return torch.cuda.get_device_properties(DEVICE).multi_processor_count * numerator // denominator
+from tests.gpu.checks import check_against_recurrence_and_again, check_the_past_ignores_the_future
+from tests.kdakit import cases
+from tests.kdakit.run import SHARES_IN_TURNS, OperatorCalls, expected_path, heads_in_turns, run_on_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +19,7 @@ def short_turns(monkeypatch):
 
 def build(name: str, gate: str, turns: int, tokens: int, **changes) -> dict:
     case = cases.Case(cases.caller(name), "dense", gate)
-    arguments = cases.build(case, tokens=tokens, heads=heads_of(turns), device=DEVICE, seed=31).arguments
+    arguments = cases.build(case, tokens=tokens, heads=heads_in_turns(turns), device=DEVICE, seed=31).arguments
     return arguments | changes
 
 
@@ -39,16 +32,10 @@ def run_in_turns(arguments: dict, turns: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def check(arguments: dict, turns: int) -> None:
-    o, state = run_in_turns(arguments, turns)
-    exact_o, exact_state = run_exactly(cases.judge_arguments(arguments))
-    compare.assert_close(o, exact_o, compare.CUDA_FORWARD.o, "o")
-    if exact_state is not None:
-        compare.assert_close(state, exact_state, compare.CUDA_FORWARD.state, "final_state")
-    again_o, again_state = run_on_kernels(arguments)
-    assert same_bits(o, again_o) and same_bits(state, again_state), "two runs differ"
+    check_against_recurrence_and_again(arguments, *run_in_turns(arguments, turns))
 
 
-@pytest.mark.parametrize("turns", SHARES)
+@pytest.mark.parametrize("turns", SHARES_IN_TURNS)
 @pytest.mark.parametrize("name", ["1-kimi-linear", "3-kimi-k3"])
 @pytest.mark.parametrize("gate", ["randn", "mixed"])
 def test_dense_calls_in_turns_match_the_recurrence(name, gate, turns):
@@ -64,7 +51,7 @@ def test_segments_of_few_chunks(tokens):
 @pytest.mark.parametrize("with_state", [False, True])
 def test_packed_sequences_in_turns_match_the_recurrence(v_first, with_state):
     lengths = (400, 7, 0, 130, 250)
-    heads = heads_of(3) // len(lengths) + 1
+    heads = heads_in_turns(3) // len(lengths) + 1
     case = cases.Case(cases.caller("4-fla-safe-gate"), "dense", "long-memory")
     arguments = dict(cases.build(case, tokens=sum(lengths) + 16, heads=heads, device=DEVICE, seed=32).arguments)
     states = torch.randn(len(lengths), heads, 128, 128, device=DEVICE) if with_state else None
@@ -82,11 +69,4 @@ def test_packed_sequences_in_turns_match_the_recurrence(v_first, with_state):
 
 def test_the_past_ignores_the_future_across_turns():
     arguments = build("3-kimi-k3", "long-memory", 3, tokens=500)
-    o, _ = run_in_turns(arguments, 3)
-    changed = dict(arguments, v=arguments["v"].clone(), g=arguments["g"].clone())
-    start = 333
-    changed["v"][:, start:] += 1
-    changed["g"][:, start:] = 4
-    later, _ = run_in_turns(changed, 3)
-    assert same_bits(o[:, :start], later[:, :start])
-    assert not torch.equal(o[:, start:], later[:, start:])
+    check_the_past_ignores_the_future(arguments, lambda arguments: run_in_turns(arguments, 3), start=333)

@@ -26,9 +26,15 @@ def expected_path() -> str:
     return os.environ.get("FLA_KDA_FORCE") or kernel_paths()[0]
 
 
-def heads_in_three_turns() -> int:
-    """So many heads that the Hopper kernel has multiprocessors to spare for a third of them at a time."""
-    return torch.cuda.get_device_properties("cuda").multi_processor_count * 3 // 4
+# Of the multiprocessors, the share that heads must fill to take so many turns on the Hopper kernel. Five sixths are not
+# a multiple of their turns.
+SHARES_IN_TURNS = {3: (3, 4), 5: (5, 6)}
+
+
+def heads_in_turns(turns: int) -> int:
+    """So many heads that there are multiprocessors to spare for 1 / `turns` of them at a time."""
+    numerator, denominator = SHARES_IN_TURNS[turns]
+    return torch.cuda.get_device_properties("cuda").multi_processor_count * numerator // denominator
 
 
 def run_on_kernels(arguments: dict, path: str | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
