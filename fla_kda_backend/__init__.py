@@ -30,7 +30,8 @@ def __getattr__(name: str):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    found = globals()[name] = getattr(import_module(_HOMES[name]), name)  # asked for once
+    return found
 
 
 def __dir__() -> list[str]:
