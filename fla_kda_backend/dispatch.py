@@ -55,7 +55,7 @@ FLAGS = (
 _flags = attrgetter(*FLAGS)
 # Packed sequences of so many tokens on average, or fewer, are faster on the portable kernel, of which several blocks share
 # a multiprocessor: one moves states while another computes. Longer ones are faster on the Hopper kernel.
-SHORT_SEQUENCE = 64
+SHORT_SEQUENCE = 16
 SAFE_GATE_BOUND = -5.0
 
 

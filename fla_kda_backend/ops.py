@@ -107,7 +107,7 @@ def count_segments(heads: int, tokens: int, multiprocessors: int) -> int:
 
 
 def count_turns(heads: int, tokens: int, multiprocessors: int) -> int:
-    """In how many turns the Hopper kernel should run each sequence; 1 where it should run them whole.
+    """In how many turns all heads should have two blocks of the Hopper kernel: 1, at once; 0, never.
 
     With more than one, every turn runs the next segment of all sequences, with two blocks for as many heads as there are
     multiprocessors to spare: others each turn, and their segments are the longer ones. That pays where the heads fill more
@@ -118,10 +118,10 @@ def count_turns(heads: int, tokens: int, multiprocessors: int) -> int:
         multiprocessors: of the device.
     """
     spare = multiprocessors - heads
-    if spare <= 0 or heads <= spare:
+    if heads <= spare:
         return 1
-    turns = -(-heads // spare)
-    return turns if turns <= MAX_TURNS and tokens >= turns * MIN_TURN_TOKENS else 1
+    turns = -(-heads // spare) if spare > 0 else 0
+    return turns if turns <= MAX_TURNS and tokens >= turns * MIN_TURN_TOKENS else 0
 
 
 def _packed(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -150,6 +150,20 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous()
 
 
+def _modes(call: Call) -> int:
+    """How the operator is to understand its inputs, as csrc/api/chunk_kda_fwd.h says."""
+    modes = 0
+    if call.use_gate_in_kernel:
+        modes += 1 if call.lower_bound is None else 2
+    if call.use_beta_sigmoid_in_kernel:
+        modes += 8 if call.allow_neg_eigval else 4
+    if call.use_qk_l2norm_in_kernel:
+        modes += 16
+    if call.state_v_first:
+        modes += 32
+    return modes
+
+
 def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs an accepted call on the CUDA kernels, on the tensors' device and that device's current stream.
 
@@ -168,24 +182,25 @@ def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     K = call.k.shape[-1]
     N = B if call.cu_seqlens is None else call.cu_seqlens.shape[0] - 1
-    segments, turns, pairs, scratch, order = 1, 1, False, None, None
+    segments, turns, scratch, order = 1, 0, None, None
     if path == "hopper":
         multiprocessors, heads = _multiprocessors(v.device), N * HV
         tokens = T if call.cu_seqlens is None else T // max(N, 1)
-        pairs = 2 * heads <= multiprocessors
-        if pairs:
+        turns = count_turns(heads, tokens, multiprocessors)
+        if turns == 1:
             segments = count_segments(heads, tokens, multiprocessors)
-        else:
-            turns = count_turns(heads, tokens, multiprocessors)
         if call.cu_seqlens is not None and 1 < N <= MAX_ORDERED_SEQUENCES and heads > multiprocessors:
             order = v.new_empty(N, dtype=torch.int32)
         if segments > 1:
             scratch = v.new_empty((N, segments, HV, 2, V, K), dtype=torch.float32)
         elif turns > 1:
             scratch = v.new_empty((N, HV, V, K), dtype=torch.float32)
-    final_state = None
+    initial_state, final_state = call.initial_state, None
     if call.output_final_state:
-        final_state = v.new_empty((N, HV, V, K) if call.state_v_first else (N, HV, K, V), dtype=torch.float32)
+        if type(initial_state) is torch.Tensor:
+            final_state = torch.empty_like(initial_state, memory_format=torch.contiguous_format)
+        else:
+            final_state = v.new_empty((N, HV, V, K) if call.state_v_first else (N, HV, K, V), dtype=torch.float32)
     torch.ops.fla_kda_backend.chunk_kda_fwd(
         _rows(call.q),
         _rows(call.k),
@@ -194,20 +209,16 @@ def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor
         call.beta,
         _packed(call.A_log),
         _packed(call.dt_bias),
-        _packed(call.initial_state),
+        _packed(initial_state),
         _packed(call.cu_seqlens),
         o,
         final_state,
         call.scale,
-        call.use_qk_l2norm_in_kernel,
-        call.use_gate_in_kernel,
-        call.lower_bound,
-        (2 if call.allow_neg_eigval else 1) if call.use_beta_sigmoid_in_kernel else 0,
-        call.state_v_first,
+        call.lower_bound or 0.0,
+        _modes(call),
         KERNELS[path],
         segments,
         turns,
-        pairs,
         scratch,
         order,
     )

@@ -32,11 +32,13 @@ ROLES = {"builder": "Builder<", "mover": "Mover<", "scaler": "Scaler<", "consume
 COLD = (
     "GateMode::kGiven>(",
     "GateMode::kSoftplus>(",
-    "scale_steep<",
+    "leave_out_steep<",
     "sum_gates<kMode, true>",
     "update_state<true>",
     "SteepPairs(",
     "restore_keys(",
+    "load_inputs();  // before v",
+    "prefetch_next_block()",
 )
 # Beyond a consumer's last product there are as many bytes of its loop at most; then come loops of waiting.
 LOOP_END_BYTES = 3300

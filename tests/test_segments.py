@@ -42,15 +42,15 @@ def test_both_passes_over_segments_fit_the_device_at_once(heads, tokens, multipr
     [
         (96, 8192, 3),  # 36 to spare: 32 at a time
         (96, 3072, 3),
-        (96, 3071, 1),  # not worth two more launches
+        (96, 3071, 0),  # not worth two more launches
         (67, 8192, 2),
         (66, 8192, 1),  # all have two blocks
         (110, 8192, 5),
-        (120, 8192, 1),  # too many turns for what is to spare
-        (132, 8192, 1),
-        (400, 8192, 1),
+        (120, 8192, 0),  # too many turns for what is to spare
+        (132, 8192, 0),
+        (400, 8192, 0),
         (0, 8192, 1),
-        (96, 0, 1),
+        (96, 0, 0),
     ],
 )
 def test_number_of_turns_on_132_multiprocessors(heads, tokens, turns):

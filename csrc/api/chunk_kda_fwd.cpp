@@ -95,25 +95,25 @@ cudaError_t launch_turns(ChunkKdaFwdParams params, int turns, cudaStream_t strea
     params.segments = turns;
     cudaError_t error = cudaSuccess;
     for (params.turn = 0; params.turn < turns && error == cudaSuccess; ++params.turn) {
-        const int64_t left = std::max(heads - params.turn * paired_a_turn(params), int64_t(0));
-        error = launch_hopper_pass(params, Pass::kTurn, std::min(paired_a_turn(params), left), stream);
+        const int64_t paired = paired_a_turn(params), left = std::max(heads - params.turn * paired, int64_t(0));
+        error = launch_hopper_pass(params, Pass::kTurn, std::min(paired, left), stream);
     }
     return error;
 }
 
-cudaError_t launch_hopper(const ChunkKdaFwdParams& params, int turns, bool pairs, cudaStream_t stream) {
+cudaError_t launch_hopper(const ChunkKdaFwdParams& params, int turns, cudaStream_t stream) {
     const int64_t heads = params.num_sequences * params.num_v_heads;
     cudaError_t error = params.order ? kda::sm90::launch_rank_sequences(params, stream) : cudaSuccess;
     if (error != cudaSuccess) return error;
     if (turns > 1) return launch_turns(params, turns, stream);
-    if (params.segments == 1) return launch_hopper_pass(params, Pass::kWhole, pairs ? heads : 0, stream);
+    if (params.segments == 1) return launch_hopper_pass(params, Pass::kWhole, turns * heads, stream);
     error = launch_hopper_pass(params, Pass::kMaps, heads, stream);
     if (error == cudaSuccess && heads > 0) error = kda::sm90::launch_join_segments(params, stream);
     if (error == cudaSuccess) error = launch_hopper_pass(params, Pass::kReplay, heads * (params.segments - 1), stream);
     return error;
 }
 #else
-cudaError_t launch_hopper(const ChunkKdaFwdParams&, int, bool, cudaStream_t) {
+cudaError_t launch_hopper(const ChunkKdaFwdParams&, int, cudaStream_t) {
     return cudaErrorNoKernelImageForDevice;
 }
 #endif
@@ -122,10 +122,11 @@ cudaError_t launch_hopper(const ChunkKdaFwdParams&, int, bool, cudaStream_t) {
 
 void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::optional<Tensor> A_log,
                    std::optional<Tensor> dt_bias, std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens,
-                   Tensor o, std::optional<Tensor> final_state, double scale, bool use_qk_l2norm, bool use_gate,
-                   std::optional<double> lower_bound, int64_t beta_mode, bool state_v_first, int64_t kernel,
-                   int64_t segments, int64_t turns, bool pairs, std::optional<Tensor> scratch,
+                   Tensor o, std::optional<Tensor> final_state, double scale, double lower_bound, int64_t modes,
+                   int64_t kernel, int64_t segments, int64_t turns, std::optional<Tensor> scratch,
                    std::optional<Tensor> order) {
+    const int64_t gate_mode = modes % 4, beta_mode = modes / 4 % 4;
+    const bool use_gate = gate_mode != int64_t(GateMode::kGiven);
     STD_TORCH_CHECK(q.dim() == 4 && v.dim() == 4, "chunk_kda_fwd: q and v must have four dimensions");
     STD_TORCH_CHECK(q.is_cuda(), "chunk_kda_fwd: q must be a CUDA tensor");
     const int64_t batch = q.size(0), tokens = q.size(1), H = q.size(2), HV = v.size(2);
@@ -136,20 +137,20 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
     STD_TORCH_CHECK(q.scalar_type() == ScalarType::BFloat16 && k.scalar_type() == ScalarType::BFloat16 &&
                         v.scalar_type() == ScalarType::BFloat16 && o.scalar_type() == ScalarType::BFloat16,
                     "chunk_kda_fwd: q, k, v and o must be bfloat16");
-    STD_TORCH_CHECK(beta_mode >= 0 && beta_mode <= 2, "chunk_kda_fwd: unknown beta_mode");
+    STD_TORCH_CHECK(modes >= 0 && modes < 64 && gate_mode <= 2 && beta_mode <= 2, "chunk_kda_fwd: unknown modes");
     STD_TORCH_CHECK(kernel == kPortable || kernel == kHopper, "chunk_kda_fwd: unknown kernel");
-    STD_TORCH_CHECK(segments >= 1 && segments <= 1024 && turns >= 1 && turns <= 1024 && (segments == 1 || turns == 1),
-                    "chunk_kda_fwd: segments and turns must be 1..1024, one of them 1");
-    STD_TORCH_CHECK(kernel != kHopper || !use_gate || !(lower_bound.value_or(0.0) < -110.0),
+    STD_TORCH_CHECK(segments >= 1 && segments <= 1024 && turns >= 0 && turns <= 1024 && (segments == 1 || turns <= 1),
+                    "chunk_kda_fwd: segments must be 1..1024, turns 0..1024, and one of them at most 1");
+    STD_TORCH_CHECK(kernel != kHopper || gate_mode != int64_t(GateMode::kBounded) || !(lower_bound < -110.0),
                     "chunk_kda_fwd: the Hopper kernel needs a lower_bound of at least -110");
-    STD_TORCH_CHECK(!use_gate || A_log.has_value() || lower_bound.has_value(),
+    STD_TORCH_CHECK(A_log.has_value() || gate_mode != int64_t(GateMode::kSoftplus),
                     "chunk_kda_fwd: A_log may be absent only with lower_bound");
 
     const int device = q.get_device_index();
     ChunkKdaFwdParams params{};
     params.tokens = tokens;
-    params.num_qk_heads = int(H);
     params.num_v_heads = int(HV);
+    params.heads_a_query = int(HV / H);
     params.num_sequences = batch;
     if (cu_seqlens) {
         STD_TORCH_CHECK(batch == 1, "chunk_kda_fwd: cu_seqlens needs a batch of one");
@@ -196,11 +197,11 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
             const_cast<float*>(static_cast<const float*>(address(*final_state, "final_state", state_numel, device)));
     }
     params.scale = float(scale);
-    params.lower_bound = float(lower_bound.value_or(0.0));
-    params.gate_mode = !use_gate ? GateMode::kGiven : lower_bound ? GateMode::kBounded : GateMode::kSoftplus;
+    params.lower_bound = float(lower_bound);
+    params.gate_mode = GateMode(gate_mode);
     params.beta_mode = BetaMode(beta_mode);
-    params.use_qk_l2norm = use_qk_l2norm;
-    params.state_v_first = state_v_first;
+    params.use_qk_l2norm = modes & 16;
+    params.state_v_first = modes & 32;
 
     params.segments = int(segments);
     if (segments > 1 || turns > 1) {
@@ -223,6 +224,6 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
     const torch::stable::accelerator::DeviceGuard guard(device);
     const cudaStream_t stream = current_cuda_stream(device);
     const cudaError_t error =
-        kernel == kHopper ? launch_hopper(params, int(turns), pairs, stream) : launch_portable(params, stream);
+        kernel == kHopper ? launch_hopper(params, int(turns), stream) : launch_portable(params, stream);
     STD_TORCH_CHECK(error == cudaSuccess, "chunk_kda_fwd: launch failed: ", cudaGetErrorString(error));
 }

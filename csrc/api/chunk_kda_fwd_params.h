@@ -43,8 +43,8 @@ struct ChunkKdaFwdParams {
 
     int64_t num_sequences;  // N
     int64_t tokens;         // T < 2^31 (with cu_seqlens: of the one packed row)
-    int num_qk_heads;       // H
     int num_v_heads;        // HV, a multiple of H
+    int heads_a_query;      // HV / H
 
     float scale;
     float lower_bound;  // natural log units, used by GateMode::kBounded
@@ -65,8 +65,8 @@ struct ChunkKdaFwdParams {
 };
 
 // The heads that have two blocks in one turn; all have had them once when the turns are over.
-KDA_HOST_DEVICE inline int64_t paired_a_turn(const ChunkKdaFwdParams& params) {
-    return (params.num_sequences * params.num_v_heads + params.segments - 1) / params.segments;
+KDA_HOST_DEVICE inline int paired_a_turn(const ChunkKdaFwdParams& params) {
+    return int((uint32_t(params.num_sequences * params.num_v_heads) + params.segments - 1) / params.segments);
 }
 
 // How many works a launch has: both maps of the inner segments, the leaving state alone of the first.

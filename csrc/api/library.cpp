@@ -10,8 +10,8 @@ STABLE_TORCH_LIBRARY(fla_kda_backend, library) {
     library.def(
         "chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
         "Tensor? initial_state, Tensor? cu_seqlens, Tensor(a!) o, Tensor(b!)? final_state, float scale, "
-        "bool use_qk_l2norm, bool use_gate, float? lower_bound, int beta_mode, bool state_v_first, int kernel, "
-        "int segments, int turns, bool pairs, Tensor(c!)? scratch, Tensor(d!)? order) -> ()");
+        "float lower_bound, int modes, int kernel, int segments, int turns, Tensor(c!)? scratch, Tensor(d!)? order) -> "
+        "()");
     library.def("transpose_tokens(Tensor x, Tensor(a!) out) -> ()");
 }
 

@@ -36,12 +36,11 @@ __device__ __forceinline__ int64_t sequence_border(const ChunkKdaFwdParams& para
     return value < 0 ? 0 : (value > params.tokens ? params.tokens : value);
 }
 
-__device__ __forceinline__ Work locate_work(const ChunkKdaFwdParams& params, int64_t block) {
+__device__ __forceinline__ Work locate_work(const ChunkKdaFwdParams& params, int sequence, int v_head) {
     Work work;
-    const int64_t sequence = block / params.num_v_heads;
-    work.v_head = int(block - sequence * params.num_v_heads);
-    work.qk_head = work.v_head / (params.num_v_heads / params.num_qk_heads);
-    work.state = block;
+    work.v_head = v_head;
+    work.qk_head = int(unsigned(v_head) / unsigned(params.heads_a_query));
+    work.state = int64_t(sequence) * params.num_v_heads + v_head;
     work.batch = params.cu_seqlens ? 0 : sequence;
     if (params.cu_seqlens) {
         work.first_token = sequence_border(params, sequence);
@@ -58,33 +57,35 @@ __device__ __forceinline__ Work locate_work(const ChunkKdaFwdParams& params, int
 
 // One segment of one (sequence, value head), of a launch over segments.
 struct Segment {
-    int64_t sequence;
+    int sequence;
     int index;
     int longest;  // the index of the one that two blocks run while others have one each
     int v_head;
     bool is_map;  // find M rather than B
 };
 
-// `work`: of the launch. Those that two blocks share come first.
-__device__ __forceinline__ Segment locate_segment(const ChunkKdaFwdParams& params, int64_t work) {
-    const int64_t heads = params.num_sequences * params.num_v_heads;
-    const int part = int(work / heads);
-    int64_t head = work - part * heads;
+// `work`: of the launch. Those that two blocks share come first. In 32 bits, since all of a
+// block's warps come here first, and longer numbers are slow to divide.
+__device__ __forceinline__ Segment locate_segment(const ChunkKdaFwdParams& params, unsigned work) {
+    const unsigned heads = unsigned(params.num_sequences * params.num_v_heads);
+    unsigned head = work;
     Segment segment;
-    segment.is_map = params.pass == Pass::kMaps && part >= params.segments - 1;
-    segment.longest = 0;
-    switch (params.pass) {
-        case Pass::kWhole: segment.index = 0; break;
-        case Pass::kMaps: segment.index = segment.is_map ? part - (params.segments - 2) : part; break;
-        case Pass::kReplay: segment.index = part + 1; break;
-        case Pass::kTurn:
-            head = (head + params.turn * paired_a_turn(params)) % heads;
-            segment.index = params.turn;
-            segment.longest = int(head / paired_a_turn(params));
+    segment.index = segment.longest = 0;
+    segment.is_map = false;
+    if (params.pass == Pass::kTurn) {
+        const unsigned paired = paired_a_turn(params);
+        head = (head + params.turn * paired) % heads;
+        segment.index = params.turn;
+        segment.longest = int(head / paired);
+    } else if (params.pass != Pass::kWhole) {
+        const int part = int(work / heads);
+        head -= part * heads;
+        segment.is_map = params.pass == Pass::kMaps && part >= params.segments - 1;
+        segment.index = params.pass == Pass::kReplay ? part + 1 : segment.is_map ? part - (params.segments - 2) : part;
     }
-    const int64_t rank = head / params.num_v_heads;
+    const unsigned rank = head / unsigned(params.num_v_heads);
     segment.v_head = int(head - rank * params.num_v_heads);
-    segment.sequence = params.order ? params.order[rank] : rank;
+    segment.sequence = params.order ? params.order[rank] : int(rank);
     return segment;
 }
 
@@ -98,10 +99,10 @@ constexpr int kPairedSpeed = 3, kSingleSpeed = 2;
 
 // The part of a sequence that a segment is; possibly none of it.
 __device__ __forceinline__ Work cut_segment(const ChunkKdaFwdParams& params, const Segment& segment) {
-    Work work = locate_work(params, segment.sequence * params.num_v_heads + segment.v_head);
+    Work work = locate_work(params, segment.sequence, segment.v_head);
     if (params.pass == Pass::kWhole) return work;
     const int others = params.segments - 1, shares = kSingleSpeed * others + kPairedSpeed;
-    const int chunks = int((int64_t(work.chunks) * kSingleSpeed + shares - 1) / shares);
+    const int chunks = (work.chunks * kSingleSpeed + shares - 1) / shares;
     const int longest = max(work.chunks - others * chunks, 0);
     const int before = segment.index > segment.longest ? longest - chunks : 0;  // what the longest has more
     const int first = min(max(segment.index * chunks + before, 0), work.chunks);
@@ -113,9 +114,9 @@ __device__ __forceinline__ Work cut_segment(const ChunkKdaFwdParams& params, con
 }
 
 // A map of a segment: 0 M^T, 1 B^T and then the state that leaves the segment, [V, K] each.
-__device__ __forceinline__ float* segment_map(const ChunkKdaFwdParams& params, int64_t sequence, int index, int v_head,
+__device__ __forceinline__ float* segment_map(const ChunkKdaFwdParams& params, int sequence, int index, int v_head,
                                               int which) {
-    const int64_t segment = (sequence * params.segments + index) * params.num_v_heads + v_head;
+    const int64_t segment = (int64_t(sequence) * params.segments + index) * params.num_v_heads + v_head;
     return params.maps + (2 * segment + which) * (kHeadDim * kHeadDim);
 }
 

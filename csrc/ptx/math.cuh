@@ -68,6 +68,13 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     return packed;
 }
 
+// Products of two pairs of bf16, rounded to nearest even (sm_90).
+__device__ __forceinline__ uint32_t multiply_bf16(uint32_t x, uint32_t y) {
+    uint32_t product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
+    return product;
+}
+
 __device__ __forceinline__ float bf16_low(uint32_t packed) {
     return __uint_as_float(packed << 16);
 }

@@ -215,11 +215,11 @@ def kernels_serve(a: dict[str, Any]) -> bool:
 
 
 def served_by(a: dict[str, Any], place: str) -> str:
-    """The path of accepted arguments. Packed sequences of 64 tokens or fewer on average are faster on the portable kernel."""
+    """The path of accepted arguments. Packed sequences of 16 tokens or fewer on average are faster on the portable kernel."""
     if place == "cpu":
         return "reference"
     path = "hopper" if place == "pretended" else expected_path()
-    is_short = a["cu_seqlens"] is not None and a["q"].shape[1] <= 64 * (len(a["cu_seqlens"]) - 1)
+    is_short = a["cu_seqlens"] is not None and a["q"].shape[1] <= 16 * (len(a["cu_seqlens"]) - 1)
     return "portable" if is_short and not os.environ.get("FLA_KDA_FORCE") else path
 
 

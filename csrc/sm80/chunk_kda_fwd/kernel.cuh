@@ -22,7 +22,9 @@ __global__ void __launch_bounds__(kThreads, 1) chunk_kda_fwd_kernel(const __grid
         zero_uncovered_rows(params, blockIdx.x - blocks_of_work, gridDim.x - blocks_of_work);
         return;
     }
-    const Work work = locate_work(params, blockIdx.x);
+    const int sequence = int(blockIdx.x / unsigned(params.num_v_heads));
+    Work work = locate_work(params, sequence, int(blockIdx.x % unsigned(params.num_v_heads)));
+    work.state = blockIdx.x;  // the same, in fewer registers
     if (threadIdx.x < kConsumerThreads) {
         Consumer(params, work, smem).run();
     } else {

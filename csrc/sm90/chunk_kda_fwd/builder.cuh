@@ -56,15 +56,15 @@ class Builder {
             if (!steep) release(slot.index);  // only steep pairs need raw rows
             write_scalars(stage, products, beta_bits, min(work_.length - chunk * kChunk, kChunk));
             float L[2][4] = {}, P[2][4] = {};  // columns 0..7, 8..15
+            if (__builtin_expect(steep, false)) SteepPairs(stage, input).find(L, P);
             multiply(L, P, stage);
             if (__builtin_expect(steep, false)) {
-                SteepPairs(stage, input).add(L, P);
                 restore_keys(stage, input);
                 release(slot.index);
             }
             write_p(P, products, stage);
             invert(L, stage);
-            if constexpr (kBlocks > 1) ptx::fence_async_proxy();
+            if (kBlocks > 1 || steep) ptx::fence_async_proxy();
             __syncwarp();
             if (lane_ == 0) {
                 ptx::mbarrier_arrive(&smem_.built[place.index]);
@@ -178,22 +178,33 @@ class Builder {
     // Steep halves of K are updated with k 2^(G_last-G-A), in the place of the operand that L and P needed.
     __device__ __forceinline__ void restore_keys(Stage& stage, const Input& input) const {
         __syncwarp();
-        const int lane = ptx::lane_id();
+        // Four channels a lane, of two rows at a time, and loads of four times two rows before any store.
+        const int lane = ptx::lane_id(), column = 4 * (lane % 16), odd = lane / 16;
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
             if (!stage.steep[half]) continue;
-            const int channel = 64 * half + 2 * lane;
-            const float2 last = *reinterpret_cast<const float2*>(&input.g[decay_index(kChunk - 1, channel)]);
-#pragma unroll 4
-            for (int row = 0; row < kChunk; ++row) {
-                const float2 G = *reinterpret_cast<const float2*>(&input.g[decay_index(row, channel)]);
-                const uint32_t k = *reinterpret_cast<const uint32_t*>(input.k + row * kRowBytes + 2 * channel);
-                *reinterpret_cast<uint32_t*>(stage.k_inverse[half] + half_tile_offset(row, 2 * lane)) =
-                    ptx::pack_bf16(ptx::bf16_low(k) * ptx::exp2_approx(last.x - (G.x + kAnchor)),
-                                   ptx::bf16_high(k) * ptx::exp2_approx(last.y - (G.y + kAnchor)));
+            const int channel = 64 * half + column;
+            float4 last = *reinterpret_cast<const float4*>(&input.g[decay_index(kChunk - 1, channel)]);
+            last.x -= kAnchor, last.y -= kAnchor, last.z -= kAnchor, last.w -= kAnchor;
+#pragma unroll 1
+            for (int first = odd; first < kChunk; first += 8) {
+                float4 G[4];
+                uint2 k[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    G[i] = *reinterpret_cast<const float4*>(&input.g[decay_index(first + 2 * i, channel)]);
+                    k[i] = *reinterpret_cast<const uint2*>(input.k + (first + 2 * i) * kRowBytes + 2 * channel);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    *reinterpret_cast<uint2*>(stage.k_inverse[half] + half_tile_offset(first + 2 * i, column)) =
+                        make_uint2(ptx::pack_bf16(ptx::bf16_low(k[i].x) * ptx::exp2_approx(last.x - G[i].x),
+                                                  ptx::bf16_high(k[i].x) * ptx::exp2_approx(last.y - G[i].y)),
+                                   ptx::pack_bf16(ptx::bf16_low(k[i].y) * ptx::exp2_approx(last.z - G[i].z),
+                                                  ptx::bf16_high(k[i].y) * ptx::exp2_approx(last.w - G[i].w)));
+                }
             }
         }
-        ptx::fence_async_proxy();
     }
 
     __device__ __forceinline__ void write_p(const float (&P)[2][4], const Products& products, Stage& stage) const {

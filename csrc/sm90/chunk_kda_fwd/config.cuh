@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "api/chunk_kda_fwd_params.h"
+#include "common/sequence.cuh"
 #include "common/shapes.cuh"
 #include "ptx/math.cuh"
 
@@ -45,8 +46,8 @@ constexpr int kZeroingBlocks = 64;  // extra blocks of a packed call, which clea
 
 // Which of a launch's works is this block's. Pairs of blocks come first.
 template <int kBlocks>
-__device__ __forceinline__ int64_t work_of_block(const ChunkKdaFwdParams& params) {
-    return kBlocks == 1 ? ptx::block_id() - params.paired : ptx::block_id() / kBlocks;
+__device__ __forceinline__ unsigned work_of_block(const ChunkKdaFwdParams& params) {
+    return kBlocks == 1 ? ptx::block_id() - unsigned(params.paired) : unsigned(ptx::block_id()) / kBlocks;
 }
 
 // How many chunks' factors one of the blocks makes.
@@ -56,18 +57,22 @@ __device__ __forceinline__ int own_chunks(int chunks, int rank) {
 }
 
 // The state is kept as 2^-A S, and q and k are decayed by 2^(G+A) and 2^(-G-A), so that the anchor A cancels and all
-// stay near the middle of the exponent range. Entries with |G+A| > A, that is G < -2A, are steep.
+// stay near the middle of the exponent range. Entries with G < -2A are steep: there k 2^(-G-A) may overflow, and is
+// left out of the products. (q and k 2^(G+A) may become zero there, beside which all that a product brings is
+// forgotten.)
 constexpr float kAnchor = 60.0f;
 constexpr float kAnchorScale = 1152921504606846976.0f;    // 2^60
 constexpr float kAnchorInverse = 8.673617379884035e-19f;  // 2^-60
 
 // A decay below this, 2^-64, is under the rounding of float64 beside the keys' own size: L and P do not feel it.
 constexpr float kForgotten = -64.0f;
+// ptx::exp2_approx is zero below minus this.
+constexpr float kExponentRange = 126.0f;
 
-// Of a sum of gates. The choice is made entry by entry, from the gates up to that token alone.
+// Of a sum of gates; true for NaN. The choice is made entry by entry, from the gates up to that token alone.
 __device__ __forceinline__ bool is_steep(float G) {
-    return !(fabsf(G + kAnchor) <= kAnchor);
-}  // true for NaN
+    return !(G >= -2.0f * kAnchor);
+}
 
 // Raw rows of 128 bf16, padded so that eight rows lie in different banks.
 constexpr int kRowBytes = 2 * kHeadDim + 16;
@@ -116,8 +121,8 @@ struct alignas(1024) Stage {
     float gamma[4 * kGammaPitch];          // 2^G_last
     float q_norm[kChunk];                  // scale / |q|
     float k_norm[kChunk];                  // 1 / |k|
-    uint32_t steep[2];                     // by half of K: whether it has steep entries
-    uint32_t felt[2];  // of a steep half: pairs of channels whose steep pairs of tokens are felt, a bit each
+    uint32_t steep[2];                     // by half of K: tokens that have steep entries, a bit each
+    uint32_t felt[2];  // of a steep half: pairs of channels in which a later token may feel a steep one, a bit each
 };
 // Without padding.
 constexpr uint32_t kStageBytes = offsetof(Stage, felt) + sizeof(Stage::felt);
@@ -141,6 +146,9 @@ struct SharedMemory {
     Input input[kInputs];
     uint8_t values[kValues][kChunk * kRowBytes];  // v of one chunk, and then its o
     Blocks blocks[kBuilders];
+    Segment segment;  // the block's own, and what it covers: for consumers, which keep nothing in registers
+    Work work;
+    uint64_t first_loads;          // the first rows are on their way
     uint64_t input_full[kInputs];  // q, k, g
     uint64_t input_empty[kInputs];
     uint64_t values_full[kValues];  // v

@@ -29,15 +29,12 @@ class Consumer {
     __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, SharedMemory<kBlocks>& smem, int warp)
         : params_(params), smem_(smem), lane_(threadIdx.x % 32), warp_(warp) {}
 
-    // Found anew for both ends: kept from one to the other, what only they need would cost registers.
     __device__ __forceinline__ void run(int chunks) {
-        {
-            const Segment segment = locate_segment(params_, work_of_block<kBlocks>(params_));
-            load_state(segment, cut_segment(params_, segment));
-        }
+        // The first rows are waited for longest. Behind all loads of a state they would come thousands of clocks later.
+        ptx::mbarrier_wait(&smem_.first_loads, 0);
+        load_state(smem_.segment, smem_.work);
         if (chunks > 0) run_chunks(chunks);
-        const Segment segment = locate_segment(params_, work_of_block<kBlocks>(params_));
-        store_state(segment, cut_segment(params_, segment));
+        store_state(smem_.segment, smem_.work);
     }
 
  private:
@@ -195,7 +192,7 @@ class Consumer {
     }
 
     // Ends when the next chunk is ready.
-    template <bool kSteep>
+    template <bool kHasSteep>
     __device__ __forceinline__ void update_state(float (&product)[4][4], uint32_t (&rounded)[2][4][4],
                                                  const Operands& operands, const Stage& stage, const Place& place,
                                                  const Place& next, bool last) {
@@ -217,7 +214,7 @@ class Consumer {
         split_operand(high, low, u[0]);
 
         float2 gamma[2][8];
-        if constexpr (kSteep) {
+        if constexpr (kHasSteep) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 load_gamma(gamma[h], stage, h);
@@ -235,19 +232,19 @@ class Consumer {
         // From here on in the shadow of the update.
         const bool ready = ptx::mbarrier_test(&smem_.built[next.stage.index], next.stage.parity) &
                            ptx::mbarrier_test(&smem_.values_full[next.slot.index], next.slot.parity);
-        if constexpr (!kSteep) {
+        if constexpr (!kHasSteep) {
             load_gamma(gamma[0], stage, 0);
             load_gamma(gamma[1], stage, 1);
         }
         write_output(product, u, stage, place.slot.index);
         const bool all_ready = __all_sync(~0u, ready);
         ptx::wgmma_wait<1>();
-        if (!(kSteep && stage.steep[0])) decay_half(0, gamma[0]);
+        if (!(kHasSteep && stage.steep[0])) decay_half(0, gamma[0]);
         round_half(rounded[0], 0);
         // Here, since the compiler would gather both waits for the update if nothing stood between them.
         if (!(all_ready | last)) wait_for(next);
         ptx::wgmma_wait<0>();
-        if (!(kSteep && stage.steep[1])) decay_half(1, gamma[1]);
+        if (!(kHasSteep && stage.steep[1])) decay_half(1, gamma[1]);
         round_half(rounded[1], 1);
     }
 

@@ -33,8 +33,7 @@ __global__ void __launch_bounds__(kThreads, 1) join_segments_kernel(const __grid
     extern __shared__ __align__(128) uint8_t shared_bytes[];
     JoinMemory& smem = *reinterpret_cast<JoinMemory*>(shared_bytes);
     const int64_t head = blockIdx.x / kParts;
-    const int64_t sequence = head / params.num_v_heads;
-    const int v_head = int(head - sequence * params.num_v_heads);
+    const int sequence = int(head / params.num_v_heads), v_head = int(head % params.num_v_heads);
     const int64_t rows = int64_t(blockIdx.x % kParts) * kRows * kHeadDim;
     const int key = threadIdx.x % kHeadDim, first_row = threadIdx.x / kHeadDim * kRowsOfThread;
     const int last = params.segments - 2;

@@ -22,6 +22,7 @@ namespace kda::sm90 {
 template <int kBlocks>
 __device__ __forceinline__ void init_barriers(SharedMemory<kBlocks>& smem) {
     using Roles = Roles<kBlocks>;
+    ptx::mbarrier_init(&smem.first_loads, 1);
     for (int i = 0; i < Roles::kInputs; ++i) {
         ptx::mbarrier_init(&smem.input_full[i], 32);  // the mover's lanes
         ptx::mbarrier_init(&smem.input_empty[i], 3);  // two scalers, one builder
@@ -44,9 +45,11 @@ __device__ __forceinline__ void run_work(const ChunkKdaFwdParams& params, void* 
     constexpr Placement placement = kPlacement<GateT, kPairs, kBlocks>;
     const bool never = params.tokens < 0;
     SharedMemory<kBlocks>& smem = *static_cast<SharedMemory<kBlocks>*>(shared);
+    if (threadIdx.x == 0) init_barriers(smem);
+    if (params.order) ptx::wait_for_previous_launch();  // which finds it
     const Segment segment = locate_segment(params, work_of_block<kBlocks>(params));
     const Work work = cut_segment(params, segment);
-    if (threadIdx.x == 0) init_barriers(smem);
+    if (threadIdx.x == 0) smem.segment = segment, smem.work = work;
     if constexpr (kBlocks == 1)
         __syncthreads();
     else
@@ -61,7 +64,8 @@ __device__ __forceinline__ void run_work(const ChunkKdaFwdParams& params, void* 
     } else if (producer < 2 * kScalerPairs) {
         ptx::shrink_registers<Roles::kScalerRegisters>();
         if (never) ptx::skip_instructions<kLine * placement.scaler>();
-        Scaler<GateT, kBlocks>(params, work, smem, rank, producer).run();
+        // Both kinds of blocks leave the compiler fewer registers.
+        Scaler<GateT, kBlocks, kPairs && kBlocks == 1 ? 4 : 8>(params, work, smem, rank, producer).run();
     } else if (producer < 2 * kScalerPairs + 4) {
         ptx::shrink_registers<Roles::kHelperRegisters>();
         const int helper = producer - 2 * kScalerPairs;
@@ -105,7 +109,7 @@ cudaError_t launch(const ChunkKdaFwdParams& params, cudaStream_t stream) {
     static_assert(kZeroingBlocks % 2 == 0);
     const int64_t blocks = blocks_of_pass(params) + (params.cu_seqlens && !goes_on(params) ? kZeroingBlocks : 0);
     if (blocks == 0) return cudaSuccess;
-    return launch_kernel(goes_on(params), kernel, unsigned(blocks), kThreads, kBytes, params, stream);
+    return launch_kernel(goes_on(params) || params.order, kernel, unsigned(blocks), kThreads, kBytes, params, stream);
 }
 
 }  // namespace kda::sm90

@@ -12,8 +12,17 @@ cudaError_t launch_gate_fp32(const ChunkKdaFwdParams& params, cudaStream_t strea
 cudaError_t launch_gate_bf16_paired(const ChunkKdaFwdParams& params, cudaStream_t stream);
 cudaError_t launch_gate_fp32_paired(const ChunkKdaFwdParams& params, cudaStream_t stream);
 
-// Launches a kernel, after all that the stream has to do. Or, `early`, as the blocks of the launch before it leave:
-// then it must wait by itself for what that one writes (ptx/launch.cuh).
+// Drivers before CUDA 12.3 cannot capture early launches in a graph.
+inline bool driver_launches_early() {
+    static const bool does = [] {
+        int version = 0;
+        return cudaDriverGetVersion(&version) == cudaSuccess && version >= 12030;
+    }();
+    return does;
+}
+
+// Launches a kernel, after all that the stream has to do. Or, `early`, as the blocks of the launch before it leave,
+// where the driver can do that: then it must wait by itself for what that one writes (ptx/launch.cuh).
 template <typename Kernel>
 cudaError_t launch_kernel(bool early, Kernel kernel, unsigned blocks, int threads, int shared_bytes,
                           const ChunkKdaFwdParams& params, cudaStream_t stream) {
@@ -26,7 +35,7 @@ cudaError_t launch_kernel(bool early, Kernel kernel, unsigned blocks, int thread
     config.dynamicSmemBytes = size_t(shared_bytes);
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = early ? 1 : 0;
+    config.numAttrs = early && driver_launches_early() ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel, params);
 }
 

@@ -3,6 +3,7 @@
 
 #include "common/sequence.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/prefetch.cuh"
 #include "sm90/chunk_kda_fwd/config.cuh"
 
 namespace kda::sm90 {
@@ -50,7 +51,8 @@ class Mover {
     // `rank`: of the block in its cluster.
     __device__ __forceinline__ Mover(const ChunkKdaFwdParams& params, const Segment& segment, const Work& work,
                                      SharedMemory<kBlocks>& smem, int rank)
-        : smem_(smem),
+        : params_(params),
+          smem_(smem),
           length_(work.length),
           chunks_(work.chunks),
           writes_(has_output(params, segment)),
@@ -68,10 +70,13 @@ class Mover {
                   work.v_head * kRow + value_column_ + lane_ % kPieces * 16) {}
 
     __device__ __forceinline__ void run() {
+        while (loaded_ < min(kScalerPairs, own_)) load_inputs();  // before v, since these are waited for first
+        if (lane_ == 0) ptx::mbarrier_arrive(&smem_.first_loads);
         for (int chunk = 0; chunk < min(kValues, chunks_); ++chunk) load_values(chunk, chunk);
         ptx::RingPlace<kValues> place;
         for (int chunk = 0; chunk < chunks_; ++chunk) {
             while (loaded_ < own_ && (next_chunk() < chunk + kAhead || next_input_is_free())) load_inputs();
+            if (kBlocks == 1 && chunk == max(chunks_ - kPrefetchAhead, 0)) prefetch_next_block();
             ptx::mbarrier_wait(&smem_.values_done[place.index], place.parity);
             if (writes_) store_output(chunk, place.index);
             __syncwarp();
@@ -88,6 +93,35 @@ class Mover {
     // free. Places come free up to kStages chunks ahead of the consumers, so that this wait ends.
     static constexpr int kAhead = kBlocks * kInputs + 2;
     static_assert(kAhead < kBlocks * kInputs + Roles<kBlocks>::kStages);
+
+    // Blocks of the same length begin and end together, and all would wait for memory at once: so the state and the
+    // first rows of the block that will probably follow here are brought near before this one ends.
+    static constexpr int kPrefetchAhead = 16;
+    __device__ __forceinline__ void prefetch_next_block() const {
+        const unsigned next = work_of_block<kBlocks>(params_) + ptx::multiprocessors();
+        if (params_.pass != Pass::kWhole || next >= works_of_pass(params_)) return;
+        const Segment segment = locate_segment(params_, next);
+        constexpr int kState = kHeadDim * kHeadDim;
+        if (lane_ == 0 && params_.initial_state) {
+            ptx::prefetch_bulk(
+                params_.initial_state + (int64_t(segment.sequence) * params_.num_v_heads + segment.v_head) * kState,
+                kState * sizeof(float));
+        }
+        const Work work = cut_segment(params_, segment);
+        if (lane_ < work.length) {
+            prefetch_row<kRow>(params_.q, work, work.qk_head);
+            prefetch_row<kRow>(params_.k, work, work.qk_head);
+            prefetch_row<kRow>(params_.v, work, work.v_head);
+            prefetch_row<kGateRow>(params_.g, work, work.v_head);
+        }
+    }
+
+    template <int kBytes>
+    __device__ __forceinline__ void prefetch_row(const Rows& rows, const Work& work, int head) const {
+        const char* row = row_address(rows, work, lane_, head);
+#pragma unroll
+        for (int at = 0; at < kBytes; at += 128) ptx::prefetch_line(row + at);
+    }
 
     __device__ __forceinline__ int next_chunk() const { return rank_ + kBlocks * loaded_; }
 
@@ -129,6 +163,7 @@ class Mover {
         }
     }
 
+    const ChunkKdaFwdParams& params_;
     SharedMemory<kBlocks>& smem_;
     const int length_, chunks_;
     const bool writes_, reads_values_;

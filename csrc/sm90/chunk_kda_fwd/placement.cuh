@@ -21,16 +21,16 @@ constexpr int kLine = 128 / 16;  // instructions
 template <typename GateT, bool kPairs, int kBlocks>
 constexpr Placement kPlacement = {0, 0, 0};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, false, 1> = {59, 39, 48};
+constexpr Placement kPlacement<__nv_bfloat16, false, 1> = {57, 30, 8};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, true, 1> = {55, 40, 54};
+constexpr Placement kPlacement<__nv_bfloat16, true, 1> = {52, 12, 13};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, true, 2> = {60, 39, 55};
+constexpr Placement kPlacement<__nv_bfloat16, true, 2> = {47, 54, 53};
 template <>
-constexpr Placement kPlacement<float, false, 1> = {58, 32, 62};
+constexpr Placement kPlacement<float, false, 1> = {54, 27, 19};
 template <>
-constexpr Placement kPlacement<float, true, 1> = {3, 35, 0};
+constexpr Placement kPlacement<float, true, 1> = {31, 51, 9};
 template <>
-constexpr Placement kPlacement<float, true, 2> = {63, 10, 20};
+constexpr Placement kPlacement<float, true, 2> = {55, 38, 7};
 
 }  // namespace kda::sm90

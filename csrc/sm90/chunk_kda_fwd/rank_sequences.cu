@@ -1,6 +1,7 @@
 // Orders packed sequences by length, longest first, so that a long one does not begin when the device is about to be
 // done.
 #include "common/sequence.cuh"
+#include "ptx/launch.cuh"
 #include "sm90/chunk_kda_fwd/launch.h"
 
 namespace kda::sm90 {
@@ -10,6 +11,7 @@ namespace {
 // A thread a sequence: its rank is the number of those before it.
 __global__ void __launch_bounds__(kMaxRankedSequences)
     rank_sequences_kernel(const __grid_constant__ ChunkKdaFwdParams params) {
+    ptx::allow_next_launch();
     __shared__ int lengths[kMaxRankedSequences];
     const int sequences = int(params.num_sequences), own = threadIdx.x;
     if (own < sequences)

@@ -14,7 +14,8 @@
 
 namespace kda::sm90 {
 
-template <typename GateT, int kBlocks>
+// kRows: unrolled together, so that their exponentials overlap.
+template <typename GateT, int kBlocks, int kRows>
 class Scaler {
  public:
     __device__ __forceinline__ Scaler(const ChunkKdaFwdParams& params, const Work& work, SharedMemory<kBlocks>& smem,
@@ -56,7 +57,6 @@ class Scaler {
     }
 
  private:
-    static constexpr int kRows = 8;  // unrolled together, so that their exponentials overlap
     static_assert(kChunk % kRows == 0);
 
     template <GateMode kMode>
@@ -84,18 +84,18 @@ class Scaler {
         }
         *reinterpret_cast<float2*>(&stage.gamma[gamma_index(channel())]) =
             make_float2(ptx::exp2_approx(G.x), ptx::exp2_approx(G.y));
-        const bool half_steep = __any_sync(~0u, steep);
-        uint32_t felt = 0;
-        if (__builtin_expect(half_steep, false)) felt = __ballot_sync(~0u, scale_steep<kMode>(input, stage, rows));
-        if (lane_ == 0) stage.steep[half_] = half_steep, stage.felt[half_] = felt;
+        if (__builtin_expect(__any_sync(~0u, steep), false))
+            leave_out_steep<kMode>(input, stage, rows);
+        else if (lane_ == 0)
+            stage.steep[half_] = 0, stage.felt[half_] = 0;
     }
 
-    // Once more: steep entries leave the products, and G takes the place of g. Returns whether a pair of tokens that
-    // the products left out is not forgotten altogether.
+    // Steep keys leave the products, and G takes the place of g.
     template <GateMode kMode>
-    __device__ __forceinline__ bool scale_steep(Input& input, Stage& stage, int rows) const {
-        float2 G = make_float2(0.0f, 0.0f), least = make_float2(INFINITY, INFINITY);
-        bool met0 = false, met1 = false, felt = false;  // met: a steep entry so far
+    __device__ __forceinline__ void leave_out_steep(Input& input, Stage& stage, int rows) const {
+        float2 G = make_float2(0.0f, 0.0f), least = make_float2(INFINITY, INFINITY);  // least: of steep entries so far
+        uint32_t tokens = 0;
+        bool felt = false;
 #pragma unroll 1
         for (int first = 0; first < kChunk; first += kRows) {
             float2 sum[kRows];
@@ -104,20 +104,21 @@ class Scaler {
             __syncwarp();  // all of the rows are read
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-                const Operands x = load(input, first, i);
-                const bool steep0 = is_steep(sum[i].x), steep1 = is_steep(sum[i].y);
-                const float2 exponent = make_float2(sum[i].x + kAnchor, sum[i].y + kAnchor);
-                store(stage, first, i, x, steep0 ? 0.0f : ptx::exp2_approx(exponent.x),
-                      steep1 ? 0.0f : ptx::exp2_approx(exponent.y), steep0 ? 0.0f : ptx::exp2_approx(-exponent.x),
-                      steep1 ? 0.0f : ptx::exp2_approx(-exponent.y));
                 *reinterpret_cast<float2*>(&input.g[decay_index(first + i, channel())]) = sum[i];
-                met0 |= steep0, met1 |= steep1;
-                felt |= met0 && !(sum[i].x - least.x <= kForgotten);  // true for NaN
-                felt |= met1 && !(sum[i].y - least.y <= kForgotten);
-                least = make_float2(fminf(least.x, sum[i].x), fminf(least.y, sum[i].y));
+                // True for NaN. One less than SteepPairs, whose sums are rounded differently.
+                felt |= !(sum[i].x - least.x <= kForgotten - 1.0f) | !(sum[i].y - least.y <= kForgotten - 1.0f);
+                const bool steep0 = is_steep(sum[i].x), steep1 = is_steep(sum[i].y);
+                if (steep0) least.x = fminf(least.x, sum[i].x);
+                if (steep1) least.y = fminf(least.y, sum[i].y);
+                tokens |= uint32_t(steep0 | steep1) << (first + i);
+                uint32_t* inverse =
+                    reinterpret_cast<uint32_t*>(stage.k_inverse[half_] + 128 * first + offset(first, i));
+                *inverse &= (steep0 ? 0 : 0x0000ffffu) | (steep1 ? 0 : 0xffff0000u);
             }
         }
-        return felt;
+        const uint32_t felt_pairs = __ballot_sync(~0u, felt);
+        tokens = __reduce_or_sync(~0u, tokens);
+        if (lane_ == 0) stage.steep[half_] = tokens, stage.felt[half_] = felt_pairs;
     }
 
     struct Operands {
