@@ -8,6 +8,12 @@ use of barriers) and racecheck (hazards in shared memory). Each tool runs one sm
 alone, through all cases, each judged by the fp64 recurrence so that a case that computes nothing cannot pass. Every
 tensor is an allocation of its own there, between other allocations of nobody.
 
+racecheck takes the arrival of one lane for its warp, after __syncwarp, for no order between the other lanes' reads and
+what another warp writes next: a ring of one place between two warps, written so, is reported, and is not when each lane
+arrives. So racecheck needs kernels in which each lane does:
+
+    FLA_KDA_NVCC_FLAGS=-DKDA_EVERY_LANE_ARRIVES python scripts/build_kernels.py
+
 The record is {source_sha256, gpu, sanitizer, tools: {tool: {status, errors, warnings, seconds, note}}, rows: [{tool,
 kernel, case, status, errors, warnings, seconds, error_o, segments, turns, first}], groups, counts, seconds, complete}.
 The status of a tool is "finished", "out of time", "unavailable" (it does not run on this machine; `note` says why) or

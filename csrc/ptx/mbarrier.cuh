@@ -20,6 +20,17 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// After __syncwarp one lane arrives for its warp. NVIDIA's racecheck does not see that this orders the other lanes'
+// reads as well; in a build for it, with KDA_EVERY_LANE_ARRIVES, each lane arrives by itself.
+#ifdef KDA_EVERY_LANE_ARRIVES
+constexpr int kArrivalsOfWarp = 32;
+#else
+constexpr int kArrivalsOfWarp = 1;
+#endif
+__device__ __forceinline__ bool arrives(int lane) {
+    return kArrivalsOfWarp == 32 || lane == 0;
+}
+
 // Arrives once all of this thread's earlier cp_async copies have landed.
 __device__ __forceinline__ void mbarrier_arrive_after_copies(uint64_t* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");

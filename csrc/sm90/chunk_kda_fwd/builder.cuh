@@ -66,9 +66,9 @@ class Builder {
             invert(L, stage);
             if (kBlocks > 1 || steep) ptx::fence_async_proxy();
             __syncwarp();
-            if (lane_ == 0) {
+            if (ptx::arrives(lane_)) {
                 ptx::mbarrier_arrive(&smem_.built[place.index]);
-                if constexpr (kBlocks > 1) send(stage, &smem_.built[place.index]);
+                if (kBlocks > 1 && lane_ == 0) send(stage, &smem_.built[place.index]);
             }
             slot.advance(kBuilders);
             place.advance(kBlocks * kBuilders);
@@ -78,7 +78,7 @@ class Builder {
  private:
     __device__ __forceinline__ void release(int slot) const {
         __syncwarp();
-        if (lane_ == 0) ptx::mbarrier_arrive(&smem_.input_empty[slot]);
+        if (ptx::arrives(lane_)) ptx::mbarrier_arrive(&smem_.input_empty[slot]);
     }
 
     // The stage to the other block, where the same stage is free, too: both blocks' consumers have left it.

@@ -137,7 +137,7 @@ class Consumer {
             else
                 update_state<false>(product, rounded, operands, stage, place, next, last);
             __syncwarp();
-            if (lane_ == 0) leave(place.stage.index);
+            if (ptx::arrives(lane_)) leave(place.stage.index);
         }
     }
 
@@ -274,7 +274,7 @@ class Consumer {
         }
         ptx::stmatrix_x4_trans(values_address(slot), packed);
         __syncwarp();
-        if (lane_ == 0) ptx::mbarrier_arrive(&smem_.values_done[slot]);
+        if (ptx::arrives(lane_)) ptx::mbarrier_arrive(&smem_.values_done[slot]);
     }
 
     // The lane's row of the four matrices, of which matrix m is tokens 8 (m / 2), values 8 (m % 2), of the warp's own

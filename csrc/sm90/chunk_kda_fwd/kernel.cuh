@@ -22,19 +22,21 @@ namespace kda::sm90 {
 template <int kBlocks>
 __device__ __forceinline__ void init_barriers(SharedMemory<kBlocks>& smem) {
     using Roles = Roles<kBlocks>;
-    ptx::mbarrier_init(&smem.first_loads, 1);
+    using ptx::kArrivalsOfWarp;
+    ptx::mbarrier_init(&smem.first_loads, kArrivalsOfWarp);
     for (int i = 0; i < Roles::kInputs; ++i) {
-        ptx::mbarrier_init(&smem.input_full[i], 32);  // the mover's lanes
-        ptx::mbarrier_init(&smem.input_empty[i], 3);  // two scalers, one builder
+        ptx::mbarrier_init(&smem.input_full[i], 32);                    // the mover's lanes
+        ptx::mbarrier_init(&smem.input_empty[i], 3 * kArrivalsOfWarp);  // two scalers, one builder
     }
     for (int i = 0; i < Roles::kValues; ++i) {
         ptx::mbarrier_init(&smem.values_full[i], 32);
-        ptx::mbarrier_init(&smem.values_done[i], Roles::kConsumerWarps);
+        ptx::mbarrier_init(&smem.values_done[i], Roles::kConsumerWarps * kArrivalsOfWarp);
     }
     for (int i = 0; i < Roles::kStages; ++i) {
-        ptx::mbarrier_init(&smem.scaled[i], 2);
-        ptx::mbarrier_init(&smem.built[i], 1);
-        ptx::mbarrier_init(&smem.stage_empty[i], kBlocks * Roles::kConsumerWarps);
+        const bool is_own = i % kBlocks == blockIdx.x % kBlocks;  // else the other block's builder fills it, by copies
+        ptx::mbarrier_init(&smem.scaled[i], 2 * kArrivalsOfWarp);
+        ptx::mbarrier_init(&smem.built[i], is_own ? kArrivalsOfWarp : 1);
+        ptx::mbarrier_init(&smem.stage_empty[i], kBlocks * Roles::kConsumerWarps * kArrivalsOfWarp);
     }
     ptx::mbarrier_init_fence();
 }

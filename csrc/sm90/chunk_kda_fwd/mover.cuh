@@ -71,7 +71,7 @@ class Mover {
 
     __device__ __forceinline__ void run() {
         while (loaded_ < min(kScalerPairs, own_)) load_inputs();  // before v, since these are waited for first
-        if (lane_ == 0) ptx::mbarrier_arrive(&smem_.first_loads);
+        if (ptx::arrives(lane_)) ptx::mbarrier_arrive(&smem_.first_loads);
         for (int chunk = 0; chunk < min(kValues, chunks_); ++chunk) load_values(chunk, chunk);
         ptx::RingPlace<kValues> place;
         for (int chunk = 0; chunk < chunks_; ++chunk) {

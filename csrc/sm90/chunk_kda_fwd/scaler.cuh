@@ -47,7 +47,7 @@ class Scaler {
             }
             ptx::fence_async_proxy();
             __syncwarp();
-            if (lane_ == 0) {
+            if (ptx::arrives(lane_)) {
                 ptx::mbarrier_arrive(&smem_.scaled[place.index]);
                 ptx::mbarrier_arrive(&smem_.input_empty[slot.index]);
             }
