@@ -86,3 +86,9 @@ def test_every_kind_of_work_has_a_placement():
     for dtype in ("__nv_bfloat16", "float"):
         for kind in ("false, 1", "true, 1", "true, 2"):
             assert re.search(rf"kPlacement<{dtype}, {kind}> = \{{\d+, \d+, \d+\}};", text)
+
+
+@pytest.mark.parametrize("text", place_code.COLD)
+def test_what_is_rarely_executed_is_still_written_so_in_the_source(text):
+    lines = [line for path in FOLDER.glob("*.cuh") for line in place_code.source(str(path))]
+    assert any(text in line for line in lines), "renamed: placement would take it for part of a loop"
