@@ -21,10 +21,10 @@ from tests.kdakit import accuracy, cases, compare  # noqa: E402
 from tests.kdakit.run import run_exactly  # noqa: E402
 
 CHUNK = 16
-# Operands in the symbols of docs/forward-*.md. Ki is k 2^-G, rhs is beta (V - Kd S).
+# Operands in the symbols of docs/forward-*.md. decay is 2^G of Kd and Qd, Ki is k 2^-G, rhs is beta (V - Kd S).
 ROUNDED = {
     "portable": ("Kd", "Qd", "Ki", "Kr", "S", "inverse", "P", "rhs", "U"),
-    "hopper": ("Kd", "Qd", "Ki", "S", "inverse", "P", "rhs", "U"),
+    "hopper": ("decay", "Kd", "Qd", "Ki", "S", "inverse", "P", "rhs", "U"),
 }
 TWO_TERMS = ("P", "rhs", "U")
 
@@ -66,7 +66,8 @@ def emulate(
             q_norm = k_norm = torch.ones_like(k_norm)
         G = g.cumsum(1)
         last = G[:, -1:]
-        Kd, Qd, Ki = rounded("Kd", k * G.exp()), rounded("Qd", q * G.exp()), rounded("Ki", k * (-G).exp())
+        decay = rounded("decay", G.exp()) if kernel == "hopper" else G.exp()
+        Kd, Qd, Ki = rounded("Kd", k * decay), rounded("Qd", q * decay), rounded("Ki", k * (-G).exp())
         L = (beta * k_norm * k_norm.mT * (Kd @ Ki.mT)).tril(-1)
         P = rounded("P", (Qd @ Ki.mT).tril(-1) + same_token if diagonal else (Qd @ Ki.mT).tril())
         inverse = torch.linalg.solve_triangular(identity + L, identity.expand_as(L), upper=False, unitriangular=True)

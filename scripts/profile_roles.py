@@ -98,7 +98,7 @@ def role_of(instructions: list[Instruction]) -> str | None:
 
     if count("HGMMA"):
         return "consumers"
-    if count("HMMA.16816"):
+    if count("LDSM"):
         return "builders"
     if count("MUFU.EX2") > 20:
         return "scalers"

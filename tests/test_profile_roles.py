@@ -18,7 +18,7 @@ def profile(tmp_path):
     code = (
         [("LDC R1, c[0x0][0x28]", 3, 50, 0), ("USETMAXREG.DEALLOC.CTAPOOL 0x60", 0, 50, 0)]
         + [("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1], R2", 1, CHUNKS, 0), (f"@!P0  BRA {apart}", 4, CHUNKS, 1)]
-        + [("HMMA.16816.F32.BF16 R0, R4, R8, R0", 5, CHUNKS, 2)] * 4
+        + [("LDSM.16.M88.4 R4, [R12]", 5, CHUNKS, 2), ("HMMA.16816.F32.BF16 R0, R4, R8, R0", 5, CHUNKS, 2)] * 2
         + [("EXIT", 0, 50, 0)]
         + [("LDGSTS.E.BYPASS.128 [R1], [R2.64]", 2, CHUNKS, 1)] * 2
         + [("EXIT", 0, 50, 0), ("USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xa0", 0, 50, 0)]

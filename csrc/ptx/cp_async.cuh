@@ -3,11 +3,9 @@
 
 #include <cstdint>
 
-namespace ptx {
+#include "ptx/shared.cuh"
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace ptx {
 
 // Copies 16 bytes, or writes 16 zero bytes (and reads nothing) when `valid` is false. Both addresses 16-byte aligned.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool valid) {

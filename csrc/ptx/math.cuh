@@ -14,6 +14,11 @@ __device__ __forceinline__ int lane_id() {
     return lane;
 }
 
+// x, which stays in a register: otherwise the compiler would find a number that is made of the lane again and again.
+__device__ __forceinline__ int kept(int x) {
+    return __shfl_sync(~0u, x, lane_id());
+}
+
 // The block, read anew at each call.
 __device__ __forceinline__ int block_id() {
     int block;

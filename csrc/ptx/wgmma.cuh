@@ -29,8 +29,14 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // Rows (of N where K is contiguous, of K where N is) of 128 bytes, 16-byte pieces exchanged by XOR with the row modulo
 // 8, base 1024-byte aligned. Rows in groups of eight, one group after the other.
-__device__ __forceinline__ uint64_t operand_swizzled_128(uint32_t shared, int offset = 0) {
-    return uint64_t((shared >> 4) + offset / 16) | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+__device__ __forceinline__ uint64_t operand_swizzled_128(uint32_t shared) {
+    return uint64_t(shared >> 4) | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+}
+
+// Moves an operand by `bytes`, in its register: the compiler would rather put each one together anew.
+__device__ __forceinline__ void advance_operand(uint64_t& operand, int bytes) {
+    operand += bytes / 16;
+    asm("" : "+l"(operand));
 }
 
 // N = 32. `d`: 16 registers.

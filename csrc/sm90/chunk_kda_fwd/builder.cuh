@@ -148,7 +148,7 @@ class Builder {
         const int token = lane_ % kChunk;
         const bool is_q = lane_ < kChunk;
         const float inverse = params_.use_qk_l2norm ? ptx::rsqrt_approx(own_.squares[!is_q][token] + 1e-6f) : 1.0f;
-        (is_q ? stage.q_norm : stage.k_norm)[token] = is_q ? params_.scale * inverse : inverse;
+        (is_q ? stage.q_norm : stage.k_norm)[norm_index(token)] = is_q ? params_.scale * inverse : inverse;
         const float raw = __uint_as_float(params_.beta_dtype == Dtype::kFloat32 ? beta_bits : beta_bits << 16);
         if (is_q) own_.beta[token] = token < rows ? activate_beta(raw, params_.beta_mode) : 0.0f;
         __syncwarp();
@@ -159,8 +159,8 @@ class Builder {
         const int b_offset = half_tile_offset(lane_ % 8 + 8 * (lane_ / 16), 8 * (lane_ / 8 % 2));
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
-            const uint32_t left = ptx::shared_address(stage.decayed[half]) + a_offset;
-            const uint32_t right = ptx::shared_address(stage.k_inverse[half]) + b_offset;
+            const uint32_t left = ptx::shared_address(stage.wide[half].k_decayed) + a_offset;
+            const uint32_t right = ptx::shared_address(stage.wide[half].k_inverse) + b_offset;
 #pragma unroll 2
             for (int step = 0; step < 4; ++step) {
                 uint32_t k[4], q[4], b[4];
@@ -179,7 +179,8 @@ class Builder {
     __device__ __forceinline__ void restore_keys(Stage& stage, const Input& input) const {
         __syncwarp();
         // Four channels a lane, of two rows at a time, and loads of four times two rows before any store.
-        const int lane = ptx::lane_id(), column = 4 * (lane % 16), odd = lane / 16;
+        const int lane = ptx::lane_id(), column = 4 * (lane & 15), odd = lane >> 4;
+        const int first_two = half_tile_offset(odd, operand_column(column)) - 128 * odd;
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
             if (!stage.steep[half]) continue;
@@ -195,13 +196,17 @@ class Builder {
                     G[i] = *reinterpret_cast<const float4*>(&input.g[decay_index(first + 2 * i, channel)]);
                     k[i] = *reinterpret_cast<const uint2*>(input.k + (first + 2 * i) * kRowBytes + 2 * channel);
                 }
+                const uint32_t row = ptx::shared_address(stage.wide[half].k_inverse) + 128 * first;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    *reinterpret_cast<uint2*>(stage.k_inverse[half] + half_tile_offset(first + 2 * i, column)) =
-                        make_uint2(ptx::pack_bf16(ptx::bf16_low(k[i].x) * ptx::exp2_approx(last.x - G[i].x),
-                                                  ptx::bf16_high(k[i].x) * ptx::exp2_approx(last.y - G[i].y)),
-                                   ptx::pack_bf16(ptx::bf16_low(k[i].y) * ptx::exp2_approx(last.z - G[i].z),
-                                                  ptx::bf16_high(k[i].y) * ptx::exp2_approx(last.w - G[i].w)));
+                    const uint32_t decay0 = ptx::pack_bf16(ptx::exp2_approx(last.x - G[i].x),
+                                                           ptx::exp2_approx(last.y - G[i].y)),
+                                   decay1 = ptx::pack_bf16(ptx::exp2_approx(last.z - G[i].z),
+                                                           ptx::exp2_approx(last.w - G[i].w));
+                    // Row odd + 2 i of eight; the other two channels are in the piece beside, which bit 4 tells.
+                    const uint32_t at = row + ((first_two ^ (32 * i)) + 256 * i);
+                    ptx::store_shared(at, ptx::multiply_bf16(k[i].x, decay0));
+                    ptx::store_shared(at ^ 16, ptx::multiply_bf16(k[i].y, decay1));
                 }
             }
         }
@@ -234,8 +239,8 @@ class Builder {
         float2 norm[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            factor[i] = own_.beta[row + 8 * i] * stage.k_norm[row + 8 * i];
-            norm[i] = *reinterpret_cast<const float2*>(&stage.k_norm[column + 8 * i]);
+            factor[i] = own_.beta[row + 8 * i] * stage.k_norm[norm_index(row + 8 * i)];
+            norm[i] = *reinterpret_cast<const float2*>(&stage.k_norm[norm_index(column + 8 * i)]);
             // What is not below the diagonal is never looked at.
             float* target = &own_.lower[i][12 * column + row];
             target[0] = factor[i] * norm[i].x * L[i][2 * i], target[12] = factor[i] * norm[i].y * L[i][2 * i + 1];
@@ -251,7 +256,7 @@ class Builder {
         float product[2] = {a.x, a.y};
         multiply_blocks(product, below[0], below[1]);
         multiply_blocks(product, b[0], b[12]);
-        const float2 row_norm = *reinterpret_cast<const float2*>(&stage.k_norm[8 + column]);
+        const float2 row_norm = *reinterpret_cast<const float2*>(&stage.k_norm[norm_index(8 + column)]);
         const float beta = own_.beta[row];
         *reinterpret_cast<uint32_t*>(stage.inverse + factor_offset(8 + column, row)) =
             ptx::round_tf32(-row_norm.x * product[0] * beta);
@@ -270,12 +275,10 @@ class Builder {
         const float beta = own_.beta[8 * block + column];
         uint8_t* scaled = stage.inverse + factor_offset(8 * block, 8 * block + column);
 #pragma unroll
-        for (int i = 0; i < 8; i += 4) {
-            const float4 norm = *reinterpret_cast<const float4*>(&stage.k_norm[8 * block + i]);
+        for (int i = 0; i < 8; i += 2) {
+            const float2 norm = *reinterpret_cast<const float2*>(&stage.k_norm[norm_index(8 * block + i)]);
             *reinterpret_cast<uint32_t*>(scaled + 32 * i) = ptx::round_tf32(norm.x * x[i] * beta);
             *reinterpret_cast<uint32_t*>(scaled + 32 * (i + 1)) = ptx::round_tf32(norm.y * x[i + 1] * beta);
-            *reinterpret_cast<uint32_t*>(scaled + 32 * (i + 2)) = ptx::round_tf32(norm.z * x[i + 2] * beta);
-            *reinterpret_cast<uint32_t*>(scaled + 32 * (i + 3)) = ptx::round_tf32(norm.w * x[i + 3] * beta);
         }
     }
 

@@ -73,6 +73,11 @@ constexpr float kExponentRange = 126.0f;
 __device__ __forceinline__ bool is_steep(float G) {
     return !(G >= -2.0f * kAnchor);
 }
+// The same as 1 or 0, without a predicate, of which there are few; 0 for NaN.
+__device__ __forceinline__ float steepness(float G) {
+    constexpr float kMuch = kAnchorScale;
+    return __saturatef(-kMuch * G - 2.0f * kAnchor * kMuch);
+}
 
 // Raw rows of 128 bf16, padded so that eight rows lie in different banks.
 constexpr int kRowBytes = 2 * kHeadDim + 16;
@@ -88,14 +93,18 @@ __device__ __forceinline__ int half_tile_offset(int row, int column) {
 constexpr int kTileBytes = 8 * 8 * 4 + 32;
 using Factor = uint8_t[3 * kTileBytes];
 __device__ __forceinline__ int factor_offset(int row, int column) {
-    return (row / 8 + column / 8) * kTileBytes + row % 8 * 32 + column % 8 * 4;
+    return ((row >> 3) + (column >> 3)) * kTileBytes + (row & 7) * 32 + (column & 7) * 4;
 }
 
-// gamma: the pairs of channels of each lane of a C tile together, 16 bytes between lanes' so that they begin in
-// different banks.
-constexpr int kGammaPitch = kHeadDim / 4 + 4;
-__device__ __forceinline__ int gamma_index(int channel) {
-    return channel % 8 / 2 * kGammaPitch + channel / 8 * 2 + channel % 2;
+// Where wide operands have a channel: the two C tiles of each step of 16 take their lanes' columns from four
+// neighbouring channels, so that a lane holds four neighbours of the state.
+__device__ __forceinline__ int operand_column(int channel) {
+    return (channel & ~14) | (channel << 2 & 8) | (channel >> 1 & 6);
+}
+
+// Of the tokens' norms: together those of the two pairs of tokens that a lane of two C tiles has as its columns.
+__device__ __forceinline__ int norm_index(int token) {
+    return token % 8 / 2 * 4 + token / 8 * 2 + token % 2;
 }
 
 // fp32 G of one chunk, for the steep path: four neighbours stay together, conflict-free along rows and along columns,
@@ -112,16 +121,22 @@ struct alignas(128) Input {
     float g[kChunk * kHeadDim];
 };
 
+// Rows of 64 channels, which are where operand_column says.
+struct WideOperands {
+    uint8_t k_decayed[kChunk * 128];  // k 2^(G+A)
+    uint8_t q_decayed[kChunk * 128];  // q 2^(G+A)
+    uint8_t k_inverse[kChunk * 128];  // k 2^(-G-A); once built, k 2^(G_last-G-A) where it is steep
+};
+
 // Factors of one chunk.
 struct alignas(1024) Stage {
-    uint8_t decayed[2][2 * kChunk * 128];  // by half of K: k 2^(G+A), then q 2^(G+A), 16 rows each
-    uint8_t k_inverse[2][kChunk * 128];    // by half of K: k 2^(-G-A); once built, k 2^(G_last-G-A) where it is steep
-    Factor inverse;                        // 1/|k| (I + L)^-1 beta
-    Factor p;                              // P, without scale/|q|
-    float gamma[4 * kGammaPitch];          // 2^G_last
-    float q_norm[kChunk];                  // scale / |q|
-    float k_norm[kChunk];                  // 1 / |k|
-    uint32_t steep[2];                     // by half of K: tokens that have steep entries, a bit each
+    WideOperands wide[2];   // by half of K
+    Factor inverse;         // 1/|k| (I + L)^-1 beta
+    Factor p;               // P, without scale/|q|
+    float gamma[kHeadDim];  // 2^G_last
+    float q_norm[kChunk];   // scale / |q|, in the places of norm_index
+    float k_norm[kChunk];   // 1 / |k|, likewise
+    uint32_t steep[2];      // by half of K: tokens that have steep entries, a bit each
     uint32_t felt[2];  // of a steep half: pairs of channels in which a later token may feel a steep one, a bit each
 };
 // Without padding.
@@ -139,24 +154,26 @@ struct alignas(16) Blocks {
 
 template <int kBlocks>
 struct SharedMemory {
-    static constexpr int kInputs = Roles<kBlocks>::kInputs, kValues = Roles<kBlocks>::kValues,
-                         kStages = Roles<kBlocks>::kStages;
+    using Roles = Roles<kBlocks>;
 
-    Stage stage[kStages];
-    Input input[kInputs];
-    uint8_t values[kValues][kChunk * kRowBytes];  // v of one chunk, and then its o
+    Stage stage[Roles::kStages];
+    Input input[Roles::kInputs];
+    uint8_t values[Roles::kValues][kChunk * kRowBytes];  // v of one chunk, and then its o
     Blocks blocks[kBuilders];
     Segment segment;  // the block's own, and what it covers: for consumers, which keep nothing in registers
     Work work;
-    uint64_t first_loads;          // the first rows are on their way
-    uint64_t input_full[kInputs];  // q, k, g
-    uint64_t input_empty[kInputs];
-    uint64_t values_full[kValues];  // v
-    uint64_t values_done[kValues];  // o in its place
-    uint64_t scaled[kStages];       // decayed operands and gamma
-    uint64_t built[kStages];        // P, inverse and norms
-    uint64_t stage_empty[kStages];  // of all blocks' consumers; in the block that fills the stage
+    uint64_t first_loads;                 // the first rows are on their way
+    uint64_t input_full[Roles::kInputs];  // q, k, g
+    uint64_t input_empty[Roles::kInputs];
+    uint64_t values_full[Roles::kValues];  // v
+    uint64_t values_done[Roles::kValues];  // o in its place
+    uint64_t scaled[Roles::kStages];       // decayed operands and gamma
+    uint64_t built[Roles::kStages];        // P, inverse and norms
+    uint64_t stage_empty[Roles::kStages];  // of all blocks' consumers; in the block that fills the stage
 };
+// G's rows may be addressed by XOR.
+static_assert(offsetof(SharedMemory<1>, input) % 512 == 0 && offsetof(SharedMemory<2>, input) % 512 == 0 &&
+              sizeof(Input) % 512 == 0 && offsetof(Input, g) % 512 == 0);
 static_assert(sizeof(SharedMemory<1>) <= 227 * 1024 && sizeof(SharedMemory<2>) <= 227 * 1024);
 
 }  // namespace kda::sm90

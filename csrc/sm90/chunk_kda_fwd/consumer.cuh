@@ -27,7 +27,13 @@ class Consumer {
  public:
     // `warp`: of the eight that share V, 16 columns each.
     __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, SharedMemory<kBlocks>& smem, int warp)
-        : params_(params), smem_(smem), lane_(threadIdx.x % 32), warp_(warp) {}
+        : params_(params),
+          smem_(smem),
+          lane_(threadIdx.x % 32),
+          warp_(warp),
+          values_offset_(ptx::kept((lane_ % 8 + 8 * (lane_ / 16)) * kRowBytes + 32 * warp_ + 16 * (lane_ / 8 % 2))),
+          factor_offset_(ptx::kept(8 * lane_)),
+          four_(ptx::kept(4 * (lane_ % 4))) {}
 
     __device__ __forceinline__ void run(int chunks) {
         // The first rows are waited for longest. Behind all loads of a state they would come thousands of clocks later.
@@ -38,9 +44,10 @@ class Consumer {
     }
 
  private:
-    // Row of the state's V, column of its K, of register i of half h.
-    __device__ __forceinline__ int value_of(int i) const { return 16 * warp_ + lane_ / 4 + 8 * (i / 2 % 2); }
-    __device__ __forceinline__ int key_of(int h, int i) const { return 64 * h + 8 * (i / 4) + 2 * (lane_ % 4) + i % 2; }
+    // Of the state, the lane holds rows value_of(0) and value_of(1) of V, and of K four columns of every 16, from
+    // key_of(h, step) on, half of them in one C tile and half in the next (operand_column).
+    __device__ __forceinline__ int value_of(int r) const { return 16 * warp_ + lane_ / 4 + 8 * r; }
+    __device__ __forceinline__ int key_of(int h, int step) const { return 64 * h + 16 * step + four_; }
 
     // The state between two segments, where both run for good.
     __device__ __forceinline__ float* inner_state(const Segment& segment, const Work& work, int index) const {
@@ -58,30 +65,47 @@ class Consumer {
         // A loop for each case, so that its loads are under way together.
         const bool v_first = inner || params_.state_v_first;
         if (source && v_first) {
-            for_pairs([&](int value, int key, float& x, float& y) {
-                const float2 pair = *reinterpret_cast<const float2*>(source + value * kHeadDim + key);
-                x = pair.x, y = pair.y;
+            for_fours([&](int value, int key, float4 x) {
+                return *reinterpret_cast<const float4*>(source + value * kHeadDim + key);
             });
         } else if (source) {
-            for_pairs([&](int value, int key, float& x, float& y) {
-                x = source[key * kHeadDim + value], y = source[(key + 1) * kHeadDim + value];
+            for_fours([&](int value, int key, float4 x) {
+                const float* column = source + key * kHeadDim + value;
+                return make_float4(column[0], column[kHeadDim], column[2 * kHeadDim], column[3 * kHeadDim]);
             });
         } else {
             const float diagonal = segment.is_map ? 1.0f : 0.0f;
-            for_pairs([&](int value, int key, float& x, float& y) {
-                x = value == key ? diagonal : 0.0f, y = value == key + 1 ? diagonal : 0.0f;
+            for_fours([&](int value, int key, float4 x) {
+                return make_float4(value == key ? diagonal : 0.0f, value == key + 1 ? diagonal : 0.0f,
+                                   value == key + 2 ? diagonal : 0.0f, value == key + 3 ? diagonal : 0.0f);
             });
         }
-        for_pairs([&](int, int, float& x, float& y) { x *= kAnchorInverse, y *= kAnchorInverse; });
+        scale_state(kAnchorInverse);
     }
 
-    // Calls f(column of V, column of K, state there, state at the next column of K) for all pairs that the lane holds.
+    // f(row of V, first column of K, the state at four columns) gives the state at these columns, all that the lane
+    // holds.
     template <typename F>
-    __device__ __forceinline__ void for_pairs(const F& f) {
+    __device__ __forceinline__ void for_fours(const F& f) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
 #pragma unroll
-            for (int i = 0; i < 32; i += 2) f(value_of(i), key_of(h, i), state_[h][i], state_[h][i + 1]);
+            for (int step = 0; step < 4; ++step) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    float* x = &state_[h][8 * step + 2 * r];
+                    const float4 four = f(value_of(r), key_of(h, step), make_float4(x[0], x[1], x[4], x[5]));
+                    x[0] = four.x, x[1] = four.y, x[4] = four.z, x[5] = four.w;
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void scale_state(float factor) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int i = 0; i < 32; ++i) state_[h][i] *= factor;
         }
     }
 
@@ -96,14 +120,17 @@ class Consumer {
             target = inner_state(segment, work, segment.index);
         if (!target) return;
         const bool v_first = inner || params_.state_v_first;
-        for_pairs([&](int, int, float& x, float& y) { x *= kAnchorScale, y *= kAnchorScale; });
+        scale_state(kAnchorScale);
         if (v_first) {
-            for_pairs([&](int value, int key, float x, float y) {
-                *reinterpret_cast<float2*>(target + value * kHeadDim + key) = make_float2(x, y);
+            for_fours([&](int value, int key, float4 x) {
+                *reinterpret_cast<float4*>(target + value * kHeadDim + key) = x;
+                return x;
             });
         } else {
-            for_pairs([&](int value, int key, float x, float y) {
-                target[key * kHeadDim + value] = x, target[(key + 1) * kHeadDim + value] = y;
+            for_fours([&](int value, int key, float4 x) {
+                float* column = target + key * kHeadDim + value;
+                column[0] = x.x, column[kHeadDim] = x.y, column[2 * kHeadDim] = x.z, column[3 * kHeadDim] = x.w;
+                return x;
             });
         }
     }
@@ -166,13 +193,12 @@ class Consumer {
     // Begins the product. Its operand must stay until it is done.
     __device__ __forceinline__ void multiply_state(float (&product)[4][4], const uint32_t (&rounded)[2][4][4],
                                                    const Stage& stage) const {
-        const uint32_t decayed = ptx::shared_address(stage.decayed);
+        uint64_t decayed = ptx::operand_swizzled_128(ptx::shared_address(stage.wide[0].k_decayed));  // and q's after it
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < 8; ++step) {
-            const int offset = step / 4 * int(sizeof(stage.decayed[0])) + 32 * (step % 4);
-            ptx::wgmma_m64n32k16<0>(product[0], rounded[step / 4][step % 4], ptx::operand_swizzled_128(decayed, offset),
-                                    step > 0);
+            ptx::wgmma_m64n32k16<0>(product[0], rounded[step / 4][step % 4], decayed, step > 0);
+            ptx::advance_operand(decayed, step == 3 ? int(sizeof(WideOperands)) - 3 * 32 : 32);
         }
         ptx::wgmma_commit();
     }
@@ -185,9 +211,7 @@ class Consumer {
 
     __device__ __forceinline__ void load_operands(Operands& operands, const Stage& stage, int slot) const {
         ptx::ldmatrix_x4_trans(operands.v, values_address(slot));
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-            operands.k_norm[n] = *reinterpret_cast<const float2*>(&stage.k_norm[2 * (lane_ % 4) + 8 * n]);
+        load_norms(operands.k_norm, stage.k_norm);
         load_factor(operands.inverse, stage.inverse);
     }
 
@@ -224,7 +248,7 @@ class Consumer {
         ptx::wgmma_fence();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const uint64_t k = ptx::operand_swizzled_128(ptx::shared_address(stage.k_inverse[h]));
+            const uint64_t k = ptx::operand_swizzled_128(ptx::shared_address(stage.wide[h].k_inverse));
             ptx::wgmma_m64n64k16<1>(state_[h], high, k, true);
             ptx::wgmma_m64n64k16<1>(state_[h], low, k, true);
             ptx::wgmma_commit();
@@ -264,12 +288,13 @@ class Consumer {
         }
         float (&out)[2][4] = reinterpret_cast<float (&)[2][4]>(product[2]);
         multiply_triangle(out, u_words, p);
+        float2 q_norm[2];
+        load_norms(q_norm, stage.q_norm);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            const float2 q_norm = *reinterpret_cast<const float2*>(&stage.q_norm[2 * (lane_ % 4) + 8 * n]);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                packed[2 * n + r] = ptx::pack_bf16(q_norm.x * out[n][2 * r], q_norm.y * out[n][2 * r + 1]);
+                packed[2 * n + r] = ptx::pack_bf16(q_norm[n].x * out[n][2 * r], q_norm[n].y * out[n][2 * r + 1]);
             }
         }
         ptx::stmatrix_x4_trans(values_address(slot), packed);
@@ -280,15 +305,14 @@ class Consumer {
     // The lane's row of the four matrices, of which matrix m is tokens 8 (m / 2), values 8 (m % 2), of the warp's own
     // part of v.
     __device__ __forceinline__ uint32_t values_address(int slot) const {
-        return ptx::shared_address(smem_.values[slot]) + (lane_ % 8 + 8 * (lane_ / 16)) * kRowBytes + 32 * warp_ +
-               16 * (lane_ / 8 % 2);
+        return ptx::shared_address(smem_.values[slot]) + values_offset_;
     }
 
     // The lane's B operands of the transposed factor: tiles (0, 0), (1, 0), (1, 1).
     __device__ __forceinline__ void load_factor(uint32_t (&b)[3][2], const Factor& factor) const {
 #pragma unroll
         for (int tile = 0; tile < 3; ++tile) {
-            const uint2 pair = *reinterpret_cast<const uint2*>(factor + tile * kTileBytes + 8 * lane_);
+            const uint2 pair = *reinterpret_cast<const uint2*>(factor + tile * kTileBytes + factor_offset_);
             b[tile][0] = pair.x, b[tile][1] = pair.y;
         }
     }
@@ -301,12 +325,17 @@ class Consumer {
         ptx::mma_m16n8k8_tf32(y[1], x[1], factor[2]);
     }
 
+    // Of the lane's columns of two C tiles.
+    __device__ __forceinline__ void load_norms(float2 (&norm)[2], const float* source) const {
+        const float4 four = *reinterpret_cast<const float4*>(source + four_);
+        norm[0] = make_float2(four.x, four.y), norm[1] = make_float2(four.z, four.w);
+    }
+
     __device__ __forceinline__ void load_gamma(float2 (&gamma)[8], const Stage& stage, int h) const {
-        const float* source = &stage.gamma[gamma_index(key_of(h, 0))];
 #pragma unroll
-        for (int n = 0; n < 8; n += 2) {
-            const float4 two = *reinterpret_cast<const float4*>(source + 2 * n);
-            gamma[n] = make_float2(two.x, two.y), gamma[n + 1] = make_float2(two.z, two.w);
+        for (int step = 0; step < 4; ++step) {
+            const float4 four = *reinterpret_cast<const float4*>(&stage.gamma[key_of(h, step)]);
+            gamma[2 * step] = make_float2(four.x, four.y), gamma[2 * step + 1] = make_float2(four.z, four.w);
         }
     }
 
@@ -321,6 +350,8 @@ class Consumer {
     const ChunkKdaFwdParams& params_;
     SharedMemory<kBlocks>& smem_;
     const int lane_, warp_;
+    // Of the lane: its row of v or o, its B operands in a tile of a factor, and its first of four columns.
+    const int values_offset_, factor_offset_, four_;
     float state_[2][32];
 };
 

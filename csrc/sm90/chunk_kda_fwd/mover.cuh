@@ -100,14 +100,10 @@ class Mover {
     __device__ __forceinline__ void prefetch_next_block() const {
         const unsigned next = work_of_block<kBlocks>(params_) + ptx::multiprocessors();
         if (params_.pass != Pass::kWhole || next >= works_of_pass(params_)) return;
-        const Segment segment = locate_segment(params_, next);
+        const Work work = cut_segment(params_, locate_segment(params_, next));
         constexpr int kState = kHeadDim * kHeadDim;
-        if (lane_ == 0 && params_.initial_state) {
-            ptx::prefetch_bulk(
-                params_.initial_state + (int64_t(segment.sequence) * params_.num_v_heads + segment.v_head) * kState,
-                kState * sizeof(float));
-        }
-        const Work work = cut_segment(params_, segment);
+        if (lane_ == 0 && params_.initial_state)
+            ptx::prefetch_bulk(params_.initial_state + work.state * kState, kState * sizeof(float));
         if (lane_ < work.length) {
             prefetch_row<kRow>(params_.q, work, work.qk_head);
             prefetch_row<kRow>(params_.k, work, work.qk_head);

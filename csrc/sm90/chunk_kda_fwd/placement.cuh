@@ -21,16 +21,16 @@ constexpr int kLine = 128 / 16;  // instructions
 template <typename GateT, bool kPairs, int kBlocks>
 constexpr Placement kPlacement = {0, 0, 0};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, false, 1> = {57, 30, 8};
+constexpr Placement kPlacement<__nv_bfloat16, false, 1> = {51, 0, 16};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, true, 1> = {52, 12, 13};
+constexpr Placement kPlacement<__nv_bfloat16, true, 1> = {41, 1, 41};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, true, 2> = {47, 54, 53};
+constexpr Placement kPlacement<__nv_bfloat16, true, 2> = {51, 53, 21};
 template <>
-constexpr Placement kPlacement<float, false, 1> = {54, 27, 19};
+constexpr Placement kPlacement<float, false, 1> = {44, 0, 27};
 template <>
-constexpr Placement kPlacement<float, true, 1> = {31, 51, 9};
+constexpr Placement kPlacement<float, true, 1> = {53, 42, 34};
 template <>
-constexpr Placement kPlacement<float, true, 2> = {55, 38, 7};
+constexpr Placement kPlacement<float, true, 2> = {45, 19, 53};
 
 }  // namespace kda::sm90

@@ -11,6 +11,7 @@
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "sm90/chunk_kda_fwd/config.cuh"
+#include "sm90/chunk_kda_fwd/steep_pairs.cuh"
 
 namespace kda::sm90 {
 
@@ -27,6 +28,7 @@ class Scaler {
           lane_(threadIdx.x % 32),
           half_(warp % 2),
           pair_(warp / 2),
+          column_(half_tile_offset(0, operand_column(2 * lane_))),
           gate_{Gate(params, work.v_head, 64 * half_ + 2 * lane_),
                 Gate(params, work.v_head, 64 * half_ + 2 * lane_ + 1)} {}
 
@@ -68,22 +70,22 @@ class Scaler {
         for (int first = 0; first < kChunk; first += kRows) {
             float2 sum[kRows];
             Operands x[kRows];
+            const uint32_t row = ptx::shared_address(&stage.wide[half_]) + 128 * first + (column_ ^ (16 * (first & 7)));
             sum_gates<kMode>(sum, G, input, first, rows);
             G = sum[kRows - 1];
 #pragma unroll
             for (int i = 0; i < kRows; ++i) x[i] = load(input, first, i);  // before any store
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
-                // Sums only fall, unless a given gate is positive, so that the steepest is the last.
-                if (kMode == GateMode::kGiven || i == kRows - 1)
-                    steep = steep | is_steep(sum[i].x) | is_steep(sum[i].y);
+                if constexpr (kMode == GateMode::kGiven) steep = steep | is_steep(sum[i].x) | is_steep(sum[i].y);
                 const float2 exponent = make_float2(sum[i].x + kAnchor, sum[i].y + kAnchor);
-                store(stage, first, i, x[i], ptx::exp2_approx(exponent.x), ptx::exp2_approx(exponent.y),
+                store(row, i, x[i], ptx::exp2_approx(exponent.x), ptx::exp2_approx(exponent.y),
                       ptx::exp2_approx(-exponent.x), ptx::exp2_approx(-exponent.y));
             }
         }
-        *reinterpret_cast<float2*>(&stage.gamma[gamma_index(channel())]) =
-            make_float2(ptx::exp2_approx(G.x), ptx::exp2_approx(G.y));
+        *reinterpret_cast<float2*>(&stage.gamma[channel()]) = make_float2(ptx::exp2_approx(G.x), ptx::exp2_approx(G.y));
+        // Sums only fall, unless a given gate is positive, so that the steepest is the last.
+        if constexpr (kMode != GateMode::kGiven) steep = is_steep(G.x) | is_steep(G.y);
         if (__builtin_expect(__any_sync(~0u, steep), false))
             leave_out_steep<kMode>(input, stage, rows);
         else if (lane_ == 0)
@@ -111,25 +113,24 @@ class Scaler {
                 if (steep0) least.x = fminf(least.x, sum[i].x);
                 if (steep1) least.y = fminf(least.y, sum[i].y);
                 tokens |= uint32_t(steep0 | steep1) << (first + i);
-                uint32_t* inverse =
-                    reinterpret_cast<uint32_t*>(stage.k_inverse[half_] + 128 * first + offset(first, i));
+                uint32_t* inverse = reinterpret_cast<uint32_t*>(stage.wide[half_].k_inverse +
+                                                                half_tile_offset(first + i, operand_column(2 * lane_)));
                 *inverse &= (steep0 ? 0 : 0x0000ffffu) | (steep1 ? 0 : 0xffff0000u);
             }
         }
         const uint32_t felt_pairs = __ballot_sync(~0u, felt);
         tokens = __reduce_or_sync(~0u, tokens);
         if (lane_ == 0) stage.steep[half_] = tokens, stage.felt[half_] = felt_pairs;
+        __syncwarp();
+        SteepPairs(stage, input).find_first(half_, tokens, felt_pairs);
     }
 
+    // Two channels of one row.
     struct Operands {
-        float q0, q1, k0, k1;
+        uint32_t q, k;
     };
 
     __device__ __forceinline__ int channel() const { return 64 * half_ + 2 * lane_; }
-    // half_tile_offset(first + i, 2 lane) - 128 first, for i < kRows, of which `first` is a multiple.
-    __device__ __forceinline__ int offset(int first, int i) const {
-        return 128 * i + (half_tile_offset(0, 2 * lane_) ^ (16 * (first & 7)) ^ (16 * i));
-    }
 
     // sum[i] = G + the log2 gates of rows first .. first + i.
     template <GateMode kMode>
@@ -173,24 +174,24 @@ class Scaler {
 
     __device__ __forceinline__ Operands load(const Input& input, int first, int i) const {
         const int at = (first + i) * kRowBytes + 2 * channel();
-        const uint32_t q = *reinterpret_cast<const uint32_t*>(input.q + at),
-                       k = *reinterpret_cast<const uint32_t*>(input.k + at);
-        return {ptx::bf16_low(q), ptx::bf16_high(q), ptx::bf16_low(k), ptx::bf16_high(k)};
+        return {*reinterpret_cast<const uint32_t*>(input.q + at), *reinterpret_cast<const uint32_t*>(input.k + at)};
     }
 
-    __device__ __forceinline__ void store(Stage& stage, int first, int i, const Operands& x, float decay0, float decay1,
-                                          float inverse0, float inverse1) const {
-        uint8_t* decayed = stage.decayed[half_] + 128 * first + offset(first, i);
-        *reinterpret_cast<uint32_t*>(decayed) = ptx::pack_bf16(x.k0 * decay0, x.k1 * decay1);
-        *reinterpret_cast<uint32_t*>(decayed + 128 * kChunk) = ptx::pack_bf16(x.q0 * decay0, x.q1 * decay1);
-        *reinterpret_cast<uint32_t*>(stage.k_inverse[half_] + 128 * first + offset(first, i)) =
-            ptx::pack_bf16(x.k0 * inverse0, x.k1 * inverse1);
+    // Into row i after `row`, the lane's address in a row that is a multiple of kRows.
+    static __device__ __forceinline__ void store(uint32_t row, int i, const Operands& x, float decay0, float decay1,
+                                                 float inverse0, float inverse1) {
+        const uint32_t at = (row ^ (16 * i)) + 128 * i, decay = ptx::pack_bf16(decay0, decay1);
+        ptx::store_shared(at + offsetof(WideOperands, k_decayed), ptx::multiply_bf16(x.k, decay));
+        ptx::store_shared(at + offsetof(WideOperands, q_decayed), ptx::multiply_bf16(x.q, decay));
+        ptx::store_shared(at + offsetof(WideOperands, k_inverse),
+                          ptx::pack_bf16(ptx::bf16_low(x.k) * inverse0, ptx::bf16_high(x.k) * inverse1));
     }
 
     const ChunkKdaFwdParams& params_;
     const Work& work_;
     SharedMemory<kBlocks>& smem_;
     const int rank_, lane_, half_, pair_;
+    const int column_;  // where the lane's channels are in the first row of an operand
     const Gate gate_[2];
 };
 
