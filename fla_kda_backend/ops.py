@@ -36,6 +36,7 @@ class LibraryInfo:
     archs: tuple[str, ...]  # such as ("80", "90a")
     cuda: str
     torch: str
+    for_racecheck: bool  # slower, and with every order spelt out that NVIDIA's racecheck would not see
 
 
 def _is_cut_short(library: Path) -> bool:
@@ -63,12 +64,13 @@ def _load() -> tuple[LibraryInfo | None, str | None]:
         return None, "the compiled library is damaged: its end is missing"
     try:
         torch.ops.load_library(path)
-        info = json.loads(torch.ops.fla_kda_backend.build_info())
+        facts = json.loads(torch.ops.fla_kda_backend.build_info())
+        info = LibraryInfo(path, tuple(facts["archs"]), facts["cuda"], facts["torch"], facts["for_racecheck"])
         for operator in ("chunk_kda_fwd", "transpose_tokens"):
             torch.library.register_fake(f"fla_kda_backend::{operator}", lambda *args: None)
     except Exception as error:  # whatever is wrong with the library, calls must still reach Triton
         return None, f"the compiled library does not load: {' '.join(str(error).split())}"
-    return LibraryInfo(path, tuple(info["archs"]), info["cuda"], info["torch"]), None
+    return info, None
 
 
 def library() -> LibraryInfo | None:

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "ptx/barrier.cuh"
 #include "ptx/mbarrier.cuh"
 
 template <bool kEveryLane>
@@ -44,6 +45,31 @@ __global__ void ring(int* out) {
     out[threadIdx.x] = sum;
 }
 
+// The same with named barriers, and a writer that stores from so many lanes: below 32, apart from the rest of its warp.
+// kMeet: they meet before it arrives, kWait: at a named barrier of their own.
+template <int kWriters, bool kMeet, bool kWait = false>
+__global__ void named_ring(int* out) {
+    __shared__ int data[32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int sum = 0;
+    for (int i = 0; i < 4; ++i) {
+        if (warp == 0) {
+            if (i > 0) ptx::barrier_sync(2, 64);
+            if (lane < kWriters) {
+                for (int j = lane; j < 32; j += kWriters) data[j] = i + j;
+            }
+            if (kMeet) __syncwarp();
+            if (kWait) ptx::barrier_sync(3, 32);
+            ptx::barrier_arrive(1, 64);
+        } else if (warp == 1) {
+            ptx::barrier_sync(1, 64);
+            sum += data[lane ^ 5];
+            if (i < 3) ptx::barrier_arrive(2, 64);
+        }
+    }
+    out[threadIdx.x] = sum;
+}
+
 int main(int count, char** arguments) {
     int* out = nullptr;
     cudaMalloc(&out, 96 * sizeof(int));
@@ -54,6 +80,10 @@ int main(int count, char** arguments) {
         case 3: ring<false, true><<<1, 96>>>(out); break;
         case 4: ring<false, false, 0><<<1, 96>>>(out); break;
         case 5: ring<false, true, 0><<<1, 96>>>(out); break;
+        case 6: named_ring<32, false><<<1, 96>>>(out); break;
+        case 7: named_ring<16, false><<<1, 96>>>(out); break;
+        case 8: named_ring<16, true><<<1, 96>>>(out); break;
+        case 9: named_ring<32, false, true><<<1, 96>>>(out); break;
         default: return 2;
     }
     const cudaError_t error = cudaDeviceSynchronize();

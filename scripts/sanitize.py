@@ -8,13 +8,13 @@ use of barriers) and racecheck (hazards in shared memory). Each tool runs one sm
 alone, through all cases, each judged by the fp64 recurrence so that a case that computes nothing cannot pass. Every
 tensor is an allocation of its own there, between other allocations of nobody.
 
-racecheck takes the arrival of one lane for its warp, after __syncwarp, for no order between the other lanes' reads and
-what another warp writes next: a ring of one place between two warps, written so, is reported, and is not when each lane
-arrives. So racecheck needs kernels in which each lane does:
+racecheck does not see every order that barriers make, as rings of one place between two warps show
+(scripts/racecheck_ring.cu): neither that of the arrival of one lane for its warp, after __syncwarp, nor that of
+`barrier.arrive` right after the accesses. So it needs kernels in which each lane arrives, and waits before:
 
-    FLA_KDA_NVCC_FLAGS=-DKDA_EVERY_LANE_ARRIVES python scripts/build_kernels.py
+    FLA_KDA_NVCC_FLAGS=-DKDA_FOR_RACECHECK python scripts/build_kernels.py
 
-The record is {source_sha256, gpu, sanitizer, tools: {tool: {status, errors, warnings, seconds, note}}, rows: [{tool,
+The record is {source_sha256, gpu, sanitizer, library_for_racecheck, tools: {tool: {status, errors, warnings, seconds, note}}, rows: [{tool,
 kernel, case, status, errors, warnings, seconds, error_o, segments, turns, first}], groups, counts, seconds, complete}.
 The status of a tool is "finished", "out of time", "unavailable" (it does not run on this machine; `note` says why) or
 "broken"; that of a row is "clean", "errors", "failed" (wrong results or an exception), or "not run". Warnings are
@@ -348,6 +348,7 @@ def main() -> int:
 
     import torch
 
+    from fla_kda_backend import ops
     from tests.conftest import reason_without_kernels
     from tests.kdakit.run import kernel_paths
 
@@ -359,10 +360,12 @@ def main() -> int:
     kernels = tuple(options.kernels.split(",")) if options.kernels else kernel_paths()
     chosen = choose(options.cases, kernels)
     facts = {"source_sha256": gpu_check.source_hash(), "gpu": torch.cuda.get_device_name()}
-    facts["sanitizer"] = versions_of(sanitizer)
+    facts |= {"sanitizer": versions_of(sanitizer), "library_for_racecheck": ops.library().for_racecheck}
     tools: dict[str, dict] = {}
     rows: list[dict] = []
     wanted = options.tools.split(",")
+    if "racecheck" in wanted and not ops.library().for_racecheck:
+        print("this library is not the build for racecheck, which will report what is no race", flush=True)
     for tool in wanted:
         print(f"{tool} over {len(chosen)} cases ...", flush=True)
         text, returncode, seconds = run_tool(tool, chosen, sanitizer, options.seconds)

@@ -86,7 +86,7 @@ def test_reasons_in_the_readme_are_those_that_the_dispatcher_gives(gpu, monkeypa
     given = [dispatch.decide(call).reason for call in calls]
     monkeypatch.setenv("FLA_KDA_FORCE", "triton")
     given.append(dispatch.decide(call_on(GPU)).reason)
-    for library in (None, ops.LibraryInfo("", ("80",), "", "")):
+    for library in (None, ops.LibraryInfo("", ("80",), "", "", False)):
         monkeypatch.setattr(ops, "library", lambda library=library: library)
         given.append(LIBRARY_FOR.__wrapped__((9, 0))[1])
 

@@ -11,6 +11,11 @@ std::string build_info() {
     for (const char* separator = ""; std::getline(archs, arch, ','); separator = ", ") {
         json << separator << '"' << arch << '"';
     }
-    json << "], \"cuda\": \"" << FLA_KDA_CUDA_VERSION << "\", \"torch\": \"" << FLA_KDA_TORCH_VERSION << "\"}";
+    json << "], \"cuda\": \"" << FLA_KDA_CUDA_VERSION << "\", \"torch\": \"" << FLA_KDA_TORCH_VERSION << '"';
+#ifdef KDA_FOR_RACECHECK
+    json << ", \"for_racecheck\": true}";
+#else
+    json << ", \"for_racecheck\": false}";
+#endif
     return json.str();
 }

@@ -21,8 +21,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
 }
 
 // After __syncwarp one lane arrives for its warp. NVIDIA's racecheck does not see that this orders the other lanes'
-// reads as well; in a build for it, with KDA_EVERY_LANE_ARRIVES, each lane arrives by itself.
-#ifdef KDA_EVERY_LANE_ARRIVES
+// reads as well; in a build for it, with KDA_FOR_RACECHECK, each lane arrives by itself.
+#ifdef KDA_FOR_RACECHECK
 constexpr int kArrivalsOfWarp = 32;
 #else
 constexpr int kArrivalsOfWarp = 1;

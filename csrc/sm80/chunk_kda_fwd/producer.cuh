@@ -52,6 +52,10 @@ class Producer {
             ptx::cp_async_wait<1>();  // this chunk's q, k, g; the values may still be under way
             build(chunk, smem_.stage[stage], smem_.beta[stage]);
             ptx::cp_async_wait<1>();  // the values; the next chunk's q, k, g may still be under way
+#ifdef KDA_FOR_RACECHECK
+            // NVIDIA's racecheck does not see that an arrival orders what its warp did since it last waited.
+            sync();
+#endif
             ptx::barrier_arrive(kBarrierFull + stage, kStageThreads);
             stage = (stage + kGroups) % kStages;
         }
@@ -357,16 +361,16 @@ class Producer {
         x[2] = ptx::bf16_low(packed.y), x[3] = ptx::bf16_high(packed.y);
     }
 
-    // (I + L)^-1, a lane a column.
+    // (I + L)^-1, a lane a column, and again in the other half of the warp, which stores the lower rows.
     __device__ __forceinline__ void invert(Stage& stage) {
         const int column = lane_ % 16;
+        const bool lower = lane_ >= 16;
         float x[kChunk];
         invert_column<kChunk>(x, &own_.lower[0][0], column);
-        if (lane_ < 16) {
 #pragma unroll
-            for (int i = 0; i < kChunk; ++i) {
-                *reinterpret_cast<__nv_bfloat16*>(stage.inverse + square_offset(i, column)) = __float2bfloat16(x[i]);
-            }
+        for (int i = 0; i < kChunk / 2; ++i) {
+            *reinterpret_cast<__nv_bfloat16*>(stage.inverse + square_offset(i + kChunk / 2 * lower, column)) =
+                __float2bfloat16(lower ? x[i + kChunk / 2] : x[i]);
         }
     }
 
