@@ -1,7 +1,9 @@
 // Which orders between warps does racecheck see? A ring of one place: a warp writes, another reads, and a barrier each
-// way says when. Compute Sanitizer 2025.3 reports races where one lane arrives for its warp after __syncwarp (1, 3, 4,
-// 5), and none where every lane arrives (0, 2); with a third warp on the way back (2, 3, 5) or without, and whether a
-// lane reads what another wrote or (4, 5) what its own counterpart did. See docs/checkers.md.
+// way says when. Compute Sanitizer 2025.3 reports races where one lane arrives at an mbarrier for its warp after
+// __syncwarp (1, 3, 4, 5), and none where every lane arrives (0, 2); with a third warp on the way back (2, 3, 5) or
+// without, and whether a lane reads what another wrote or (4, 5) what its own counterpart did. With named barriers it
+// reports races where the writer goes on with barrier.arrive (6, 7, 8), and none where it has waited at a barrier of its
+// own before (9). See docs/checkers.md.
 //
 //     nvcc -arch=sm_90a -Icsrc -o racecheck_ring scripts/racecheck_ring.cu
 //     compute-sanitizer --tool racecheck --racecheck-report analysis ./racecheck_ring 1
