@@ -84,7 +84,8 @@ def test_library_loads_into_a_fresh_torch_and_reports_what_it_was_built_with(lib
     requested = os.environ.get("FLA_KDA_CUDA_ARCHS", "auto")
     if requested not in ("auto", "all"):
         assert info["archs"] == requested.split(",")
-    assert info["archs"] == list(library.archs) and set(info) == {"archs", "cuda", "torch"}
+    assert info["archs"] == list(library.archs) and set(info) == {"archs", "cuda", "torch", "for_racecheck"}
+    assert info["for_racecheck"] == ("-DKDA_FOR_RACECHECK" in os.environ.get("FLA_KDA_NVCC_FLAGS", ""))
     assert re.fullmatch(r"\d+\.\d+", info["cuda"]) and re.match(r"\d+\.\d+", info["torch"])
 
 
