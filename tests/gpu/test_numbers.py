@@ -128,6 +128,23 @@ def test_keys_forgotten_by_one_steep_token_stay_forgotten(position):
     compare.assert_close(changed_state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state")
 
 
+# Two heads: two blocks of the Hopper kernel share each; 140: more than there are multiprocessors.
+@pytest.mark.parametrize("heads", [2, 140])
+@pytest.mark.parametrize("first", [0, 7, 8, 15])
+@pytest.mark.parametrize("channels", [slice(0, 64), slice(64, 128), slice(30, 98)], ids=["lower", "upper", "both"])
+def test_halves_of_channels_that_become_steep_within_a_chunk_are_exact(channels, first, heads):
+    g = torch.full((1, 44, heads, cases.HEAD_DIM), -0.1)
+    steep = torch.arange(44) % 16 >= first
+    g[:, steep, :, channels] = -15.0  # neighbours still feel each other
+    arguments = activated_call(g)
+
+    o, state = run_on_kernels(arguments)
+
+    exact_o, exact_state = run_exactly(arguments)
+    compare.assert_close(o, exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o")
+    compare.assert_close(state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state")
+
+
 def test_channels_of_opposite_strength_in_one_chunk_are_exact():
     g = torch.zeros(1, 96, 2, cases.HEAD_DIM)
     g[..., ::2] = -200.0
