@@ -9,13 +9,13 @@ of a GPU, and of `fla_kda_backend.chunk_kda`. With a GPU, for the installed FLA:
 recurrence in float64, into memory that held NaN; and --triton calls that are declined, on FLA's real Triton kernels,
 with the plugin on and off. These are few: FLA tunes itself for minutes at the first.
 
-The seed is printed. A call that fails is made small and printed as Python. --json writes {seed, torch, gpu, calls,
-failed, runs: [{fla, place, calls, outcomes, seconds, failures: [{number, problem, python}]}]}. Exits with 1 when a call
-failed, with 2 where the kernels cannot run although they are asked for.
+The seed is printed. A call that fails is made small and printed as Python. --json writes {source_sha256, seed, torch,
+gpu, runs: [{fla, place, calls, outcomes, seconds, failures: [{number, problem, python}]}], groups, counts, seconds,
+complete}, of which scripts/gpu_check.py --join takes the groups and counts. Exits with 1 when a call failed, with 2
+where the kernels cannot run although they are asked for.
 """
 
 import argparse
-import json
 import random
 import sys
 import time
@@ -62,6 +62,18 @@ def show(record: dict) -> None:
         print(f"\ncall {failure['number']}: {failure['problem']}\n{failure['python']}\n", flush=True)
 
 
+def record_of(runs: list[dict], facts: dict) -> dict:
+    """The record of the whole, with groups and counts as those of scripts/gpu_check.py."""
+    groups, counts = {}, Counter()
+    for run in runs:
+        calls, failed = sum(run["outcomes"].values()), len(run["failures"])
+        groups[f"fuzz/{run['fla']} {run['place']}"] = dict(passed=calls - failed, failed=failed, skipped=0)
+        counts["fuzz calls"] += calls
+        counts["fuzz calls served"] += run["outcomes"].get("served", 0)
+    seconds = round(sum(run["seconds"] for run in runs), 1)
+    return facts | dict(runs=runs, groups=groups, counts=dict(counts), seconds=seconds, complete=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare random calls with the plugin on and off.")
     parser.add_argument("--calls", type=int, default=2000, help="of each place and FLA version")
@@ -104,10 +116,11 @@ def main() -> int:
     if options.json:
         import torch
 
+        from scripts.gpu_check import source_hash, write_json
+
         gpu = torch.cuda.get_device_name() if on_gpu else None
-        facts = dict(seed=seed, torch=torch.__version__, gpu=gpu, calls=calls, failed=failed, runs=records)
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(facts, indent=2) + "\n")
+        facts = dict(source_sha256=source_hash(), seed=seed, torch=torch.__version__, gpu=gpu)
+        write_json(record_of(records, facts), options.json)
     print(f"{calls} calls, {failed} failed, seed {seed}")
     return 1 if failed or not calls else 0
 

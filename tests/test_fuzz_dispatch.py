@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 
 from scripts import fuzz as script
+from scripts import gpu_check
 from tests.kdakit import differential, fuzz
 from tests.kdakit.fla_versions import FLA_VERSIONS, run
 
@@ -246,7 +247,9 @@ def test_the_script_prints_its_seed_and_records_what_came_of_the_calls(monkeypat
     assert capsys.readouterr().out.startswith("seed 7\n")
     record = json.loads(path.read_text())
     (entry,) = record["runs"]
-    assert record["seed"] == "7" and record["failed"] == 0 and record["calls"] == 30
+    assert record["seed"] == "7" and record["complete"] and record["counts"]["fuzz calls"] == 30
+    assert record["groups"] == {"fuzz/0.6.0 cpu": dict(passed=30, failed=0, skipped=0)}
+    assert gpu_check.join({"fuzz.json": record}, gpu_check.source_hash())["counts"]["fuzz calls"] == 30
     assert entry["fla"] == "0.6.0" and entry["place"] == "cpu" and sum(entry["outcomes"].values()) == 30
 
 
