@@ -85,6 +85,10 @@ CASES = {
     "packed, empty sequences": SmallCase("1-kimi-linear-first", "varlen-empty", "mixed", 48),
     "packed, uncovered rows": SmallCase("5-fla-default", "varlen-uncovered", "randn", 48),
     "packed, no states": SmallCase("10-megatron-lm", "varlen-many", "randn", 30),
+    # As short convolutions over time leave q, k and v: they are transposed by a kernel of their own.
+    "tokens side by side": SmallCase("2-transformers", "dense-tail", "randn", 40),
+    # More sequences x heads than multiprocessors: another kernel finds which are the longest.
+    "packed, longest first": SmallCase("3-kimi-k3", "varlen-many", "randn", 30, heads=20, kernels=_HOPPER),
     "segments, fp32 gates": SmallCase("1-kimi-linear", "dense-tail", "long-memory", 240, 2, _HOPPER, segments=True),
     "segments, packed": SmallCase("4-fla-safe-gate", "varlen", "randn", 500, 2, _HOPPER, segments=True),
     "turns, bf16 gates": SmallCase("5-fla-default", "dense-tail", "randn", 70, 72, _HOPPER, turns=True),
@@ -123,10 +127,11 @@ def run_case(case: SmallCase, kernel: str, ops) -> dict:
     from tests.kdakit import cases, compare
     from tests.kdakit.run import OperatorCalls, run_exactly
 
-    built = cases.build(
-        cases.Case(cases.caller(case.caller), case.layout, case.gate), tokens=case.tokens, heads=case.heads, seed=1
-    )
-    arguments = {name: cases.to_device(value, "cuda") for name, value in built.judge.items()}
+    form = cases.caller(case.caller)
+    built = cases.build(cases.Case(form, case.layout, case.gate), tokens=case.tokens, heads=case.heads, seed=1)
+    as_laid_out = ("q", "k", "v") if form.split_views else ()
+    inputs = built.judge | {name: built.arguments[name] for name in as_laid_out}
+    arguments = {name: cases.to_device(value, "cuda") for name, value in inputs.items()}
     limits = dict(MIN_SEGMENTED_TOKENS=32, MIN_SEGMENT_TOKENS=32, MIN_TURN_TOKENS=32)
     cut = mock.patch.multiple(ops, **limits) if case.segments or case.turns else nullcontext()
     with cut, OperatorCalls() as operator:

@@ -151,6 +151,10 @@ def test_cases_ask_for_what_their_names_say():
         assert ("many heads" in name or case.turns) == (2 * case.heads > 132), "two blocks a head where that fits an H200"
         assert ("segments" in name, "turns" in name) == (case.segments, case.turns)
         assert not form.packed_only or case.layout.startswith("varlen")
+        assert form.split_views == (name == "tokens side by side")
+        if "longest first" in name:
+            built = cases.build(cases.Case(form, case.layout, case.gate), tokens=case.tokens, heads=case.heads)
+            assert len(built.lengths) * case.heads > 132
 
 
 def stand_in(tmp_path: Path, body: str) -> str:
