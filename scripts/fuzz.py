@@ -64,7 +64,7 @@ def show(record: dict) -> None:
 
 def record_of(runs: list[dict], facts: dict) -> dict:
     """The record of the whole, with groups and counts as those of scripts/gpu_check.py."""
-    groups, counts = {}, Counter()
+    groups, counts = {}, Counter({"fuzz calls": 0})
     for run in runs:
         calls, failed = sum(run["outcomes"].values()), len(run["failures"])
         groups[f"fuzz/{run['fla']} {run['place']}"] = dict(passed=calls - failed, failed=failed, skipped=0)
@@ -111,16 +111,15 @@ def main() -> int:
         records.append(differential.record_triton(options.triton, seed))
         show(records[-1])
 
-    failed = sum(len(record["failures"]) for record in records)
-    calls = sum(sum(record["outcomes"].values()) for record in records)
+    import torch
+
+    from scripts.gpu_check import source_hash, write_json
+
+    gpu = torch.cuda.get_device_name() if on_gpu else None
+    record = record_of(records, dict(source_sha256=source_hash(), seed=seed, torch=torch.__version__, gpu=gpu))
     if options.json:
-        import torch
-
-        from scripts.gpu_check import source_hash, write_json
-
-        gpu = torch.cuda.get_device_name() if on_gpu else None
-        facts = dict(source_sha256=source_hash(), seed=seed, torch=torch.__version__, gpu=gpu)
-        write_json(record_of(records, facts), options.json)
+        write_json(record, options.json)
+    calls, failed = record["counts"]["fuzz calls"], sum(group["failed"] for group in record["groups"].values())
     print(f"{calls} calls, {failed} failed, seed {seed}")
     return 1 if failed or not calls else 0
 

@@ -14,8 +14,9 @@ racecheck does not see every order that barriers make, as rings of one place bet
 
     FLA_KDA_NVCC_FLAGS=-DKDA_FOR_RACECHECK python scripts/build_kernels.py
 
-The record is {source_sha256, gpu, sanitizer, library_for_racecheck, tools: {tool: {status, errors, warnings, seconds, note}}, rows: [{tool,
-kernel, case, status, errors, warnings, seconds, error_o, segments, turns, first}], groups, counts, seconds, complete}.
+The record is {source_sha256, gpu, sanitizer, library_for_racecheck, tools: {tool: {status, errors, warnings, seconds,
+note}}, rows: [{tool, kernel, case, status, errors, warnings, seconds, error_o, segments, turns, first}], groups, counts,
+seconds, complete}.
 The status of a tool is "finished", "out of time", "unavailable" (it does not run on this machine; `note` says why) or
 "broken"; that of a row is "clean", "errors", "failed" (wrong results or an exception), or "not run". Warnings are
 counted and are no errors. Exits with 1 for errors or failures, with 3 where a tool is unavailable or did not finish,
@@ -61,7 +62,7 @@ class SmallCase:
     """A call small enough for a checker that slows kernels down a hundred times.
 
     caller, layout, gate: of tests/kdakit/cases.py. kernels: that it is for. segments, turns: whether the sequences are
-    to be cut, side by side or in turns, although they are short.
+    to be cut, side by side or in turns, although they are short. ranked: whether they are to be taken longest first.
     """
 
     caller: str
@@ -72,6 +73,7 @@ class SmallCase:
     kernels: tuple[str, ...] = ("hopper", "portable")
     segments: bool = False
     turns: bool = False
+    ranked: bool = False
 
 
 _HOPPER = ("hopper",)
@@ -88,7 +90,7 @@ CASES = {
     # As short convolutions over time leave q, k and v: they are transposed by a kernel of their own.
     "tokens side by side": SmallCase("2-transformers", "dense-tail", "randn", 40),
     # More sequences x heads than multiprocessors: another kernel finds which are the longest.
-    "packed, longest first": SmallCase("3-kimi-k3", "varlen-many", "randn", 30, heads=20, kernels=_HOPPER),
+    "packed, longest first": SmallCase("3-kimi-k3", "varlen-many", "randn", 30, 20, _HOPPER, ranked=True),
     "segments, fp32 gates": SmallCase("1-kimi-linear", "dense-tail", "long-memory", 240, 2, _HOPPER, segments=True),
     "segments, packed": SmallCase("4-fla-safe-gate", "varlen", "randn", 500, 2, _HOPPER, segments=True),
     "turns, bf16 gates": SmallCase("5-fla-default", "dense-tail", "randn", 70, 72, _HOPPER, turns=True),
@@ -137,9 +139,9 @@ def run_case(case: SmallCase, kernel: str, ops) -> dict:
     with cut, OperatorCalls() as operator:
         o, state = ops.chunk_kda_forward(Call(**arguments, scale=cases.HEAD_DIM**-0.5), kernel)
     (called,) = operator.calls
-    ways = (called["kernel"], called["segments"] > 1, called["turns"] > 1)
-    if ways != (ops.KERNELS[kernel], case.segments, case.turns):
-        raise AssertionError(f"another way was taken: kernel, segments and turns are {ways}")
+    ways = (called["kernel"], called["segments"] > 1, called["turns"] > 1, called["order"] is not None)
+    if ways != (ops.KERNELS[kernel], case.segments, case.turns, case.ranked):
+        raise AssertionError(f"another way was taken: kernel, segments, turns and ranking are {ways}")
     exact_o, exact_state = run_exactly(built.judge)
     tolerance = compare.CUDA_FORWARD_FEW_TERMS
     compare.assert_close(o.cpu()[:, : built.covered], exact_o[:, : built.covered], tolerance.o, "o")

@@ -152,9 +152,10 @@ def test_cases_ask_for_what_their_names_say():
         assert ("segments" in name, "turns" in name) == (case.segments, case.turns)
         assert not form.packed_only or case.layout.startswith("varlen")
         assert form.split_views == (name == "tokens side by side")
-        if "longest first" in name:
+        assert ("longest first" in name) == case.ranked
+        if case.layout.startswith("varlen"):
             built = cases.build(cases.Case(form, case.layout, case.gate), tokens=case.tokens, heads=case.heads)
-            assert len(built.lengths) * case.heads > 132
+            assert case.ranked == (len(built.lengths) * built.judge["v"].shape[2] > 132)
 
 
 def stand_in(tmp_path: Path, body: str) -> str:
