@@ -91,9 +91,10 @@ def _multiprocessors(device: torch.device) -> int:
 def count_segments(heads: int, tokens: int, multiprocessors: int) -> int:
     """How many segments of each sequence the Hopper kernel should run side by side; 1 where it should run them whole.
 
-    Segments need the maps of the inner ones first, so that a call of n segments runs 2n - 3 and then n - 1 segments a head,
-    each of about 1/n of the chunks, instead of one whole sequence. That pays where both passes fit the device at once, and
-    where the segments are long enough to outweigh two more launches and the states that travel between them.
+    Segments need the maps of the inner ones first, two each, so that a call of n segments runs 2n - 3 and then n - 1
+    segments a head, each of about 1/n of the chunks, instead of one whole sequence. That pays where both passes fit the
+    device at once, and where the segments are long enough to outweigh two more launches and the states that travel
+    between them.
 
     Args:
         heads: sequences x value heads. tokens: of a sequence (their mean in a packed call).
@@ -101,7 +102,7 @@ def count_segments(heads: int, tokens: int, multiprocessors: int) -> int:
     """
     if heads == 0 or tokens < MIN_SEGMENTED_TOKENS:
         return 1
-    # Two blocks, each for half of V, for the first segment beside the maps, and then for each of the n - 1.
+    # Two blocks, each for half of V, for the first segment, beside one for each map; and then two for each of the n - 1.
     fitting = multiprocessors // (2 * heads) + 1
     longest = tokens // MIN_SEGMENT_TOKENS
     segments = min(fitting, longest)
@@ -199,7 +200,7 @@ def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor
             scratch = v.new_empty((N, HV, V, K), dtype=torch.float32)
     initial_state, final_state = call.initial_state, None
     if call.output_final_state:
-        if type(initial_state) is torch.Tensor:
+        if type(initial_state) is torch.Tensor:  # of the same shape, which is quicker than to give it
             final_state = torch.empty_like(initial_state, memory_format=torch.contiguous_format)
         else:
             final_state = v.new_empty((N, HV, V, K) if call.state_v_first else (N, HV, K, V), dtype=torch.float32)

@@ -2,7 +2,7 @@
 
     python scripts/place_code.py [--write]
 
-Compiles the kernel for each dtype of g, with and without pairs of blocks, reads which lines of 128 bytes its roles'
+Compiles the kernels for each dtype of g, reads which lines of 128 bytes its roles'
 loops take (without what only steep chunks, other gates, short chunks or waiting need), and looks for the empty lines
 before roles with which the fewest of these lie where more than two share their address modulo 8 KB. Prints the lines of
 csrc/sm90/chunk_kda_fwd/placement.cuh, and with `--write` puts them there; as room before a role changes the code a
@@ -27,12 +27,16 @@ from scripts.profile_roles import LINE_BYTES, SETS  # noqa: E402
 FOLDER = ROOT / "csrc/sm90/chunk_kda_fwd"
 PLACEMENT = FOLDER / "placement.cuh"
 WAYS = 2  # lines of a set
+# The ends of their units' names, and the forms of their blocks in the order in which the compiler lays them out.
+KERNELS = {
+    "kSingles": ("", ("kSingle",)),
+    "kPaired": ("_paired", ("kSingle", "kPair")),
+    "kMaps": ("_maps", ("kTwins", "kPair")),
+}
 ROLES = {"builder": "Builder<", "mover": "Mover<", "scaler": "Scaler<", "consumer": "Consumer<"}
-# What a call of usual gates, full chunks and no waiting does not execute, by the source lines that it is inlined at.
+# What full chunks of gates that are not steep do not execute without waiting, by the source lines that it is inlined at.
 COLD = (
-    "GateMode::kGiven>(",
-    "GateMode::kSoftplus>(",
-    "leave_out_steep<",
+    "scale_steep<",
     "sum_gates<kMode, true>",
     "update_state<true>",
     "SteepPairs(",
@@ -40,6 +44,9 @@ COLD = (
     "load_inputs();  // before v",
     "prefetch_next_block()",
 )
+# Of the gates' modes the one that models use with each dtype of g; the others are cold.
+MODES = ("run<GateMode::kGiven>(", "run<GateMode::kSoftplus>(", "run<GateMode::kBounded>(")
+USUAL_MODE = {"bf16": "run<GateMode::kBounded>(", "fp32": "run<GateMode::kGiven>("}
 # Beyond a consumer's last product there are as many bytes of its loop at most; then come loops of waiting.
 LOOP_END_BYTES = 3300
 
@@ -62,10 +69,14 @@ def loop_of(path: str) -> range:
     return range(start + 1, next(i for i in range(start + 1, len(text)) if text[i] == indent + "}") + 2)
 
 
-def role_of(places: list[tuple[str, int]]) -> str | None:
+def cold_code(dtype: str) -> tuple[str, ...]:
+    return COLD + tuple(mode for mode in MODES if mode != USUAL_MODE[dtype])
+
+
+def role_of(places: list[tuple[str, int]], cold: tuple[str, ...]) -> str | None:
     """Whose loop an instruction belongs to, from the source lines that it was inlined at, the innermost first."""
     texts = [source(path)[line - 1] for path, line in places if path.startswith(str(ROOT)) and line <= len(source(path))]
-    if any(cold in text for text in texts for cold in COLD):
+    if any(one in text for text in texts for one in cold):
         return None
     for role, name in ROLES.items():
         if any(name in text and ".run(" in text for text in texts):
@@ -74,7 +85,7 @@ def role_of(places: list[tuple[str, int]]) -> str | None:
     return None
 
 
-def read(disassembly: str) -> list[Code]:
+def read(disassembly: str, cold: tuple[str, ...]) -> list[Code]:
     """The kinds of work of the kernel in `nvdisasm -gi -hex`, in the order in which they lie in memory."""
     instructions, labels, named, places, begins = [], {}, [], [], True
     kernel = False
@@ -89,7 +100,7 @@ def read(disassembly: str) -> list[Code]:
             begins = False
         elif kernel and (found := re.match(r"\s+/\*([0-9a-f]{4,6})\*/\s+(\S.*?) ;", line)):
             begins = True
-            address, role = int(found[1], 16), role_of(places)
+            address, role = int(found[1], 16), role_of(places, cold)
             labels.update((name, address) for name in named)
             named = []
             if role is not None:
@@ -166,13 +177,13 @@ def main() -> int:
     changed = False
     with tempfile.TemporaryDirectory() as folder:
         for dtype, name in (("__nv_bfloat16", "bf16"), ("float", "fp32")):
-            for pairs in (False, True):
-                kinds = read(disassemble(f"gate_{name}" + ("_paired" if pairs else ""), Path(folder)))
-                if len(kinds) != 1 + pairs:
-                    print(f"gate_{name}: {len(kinds)} kinds of work were found", file=sys.stderr)
+            for kernel, (suffix, forms) in KERNELS.items():
+                kinds = read(disassemble(f"gate_{name}{suffix}", Path(folder)), cold_code(name))
+                if len(kinds) != len(forms):
+                    print(f"gate_{name}{suffix}: {len(kinds)} kinds of work were found", file=sys.stderr)
                     return 1
-                for blocks, code in enumerate(kinds, 1):
-                    start = f"constexpr Placement kPlacement<{dtype}, {'true' if pairs else 'false'}, {blocks}> = "
+                for form, code in zip(forms, kinds):
+                    start = f"constexpr Placement kPlacement<{dtype}, Kernel::{kernel}, Form::{form}> = "
                     found = re.search(re.escape(start) + r"\{(\d+), (\d+), (\d+)\};", text)
                     now = crowded(code, 0, 0, 0)  # the numbers of today are in the code
                     best, *more = best_placement(code)

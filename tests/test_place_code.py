@@ -61,7 +61,7 @@ def listing() -> str:
 
 
 def test_loops_are_read_without_what_is_hoisted_out_of_them_or_rarely_executed():
-    (kind,) = place_code.read(listing())
+    (kind,) = place_code.read(listing(), place_code.COLD)
     for index, role in enumerate(ROLES):  # each has four lines: hoisted, hot, cold, hot
         assert kind[role] == {4 * index + 1, 4 * index + 3}
 
@@ -71,7 +71,7 @@ def test_a_kernel_of_pairs_has_two_kinds_of_work():
     end = 4 * 32 * 16 + place_code.LOOP_END_BYTES // 16 * 16
     second = re.sub(r"/\*([0-9a-f]{4,})\*/", lambda at: f"/*{int(at[1], 16) + end:04x}*/", listing())
     second = second.split(".text.chunk_kda_fwd_kernel:")[1].replace(".L_x_", ".L_x_2")
-    assert len(place_code.read(first + "\n" + second)) == 2
+    assert len(place_code.read(first + "\n" + second, place_code.COLD)) == 2
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -84,11 +84,13 @@ def test_every_role_has_its_loop_and_its_call(role):
 def test_every_kind_of_work_has_a_placement():
     text = place_code.PLACEMENT.read_text()
     for dtype in ("__nv_bfloat16", "float"):
-        for kind in ("false, 1", "true, 1", "true, 2"):
-            assert re.search(rf"kPlacement<{dtype}, {kind}> = \{{\d+, \d+, \d+\}};", text)
+        for kernel, (_, forms) in place_code.KERNELS.items():
+            for form in forms:
+                kind = f"Kernel::{kernel}, Form::{form}"
+                assert re.search(rf"kPlacement<{dtype}, {kind}> = \{{\d+, \d+, \d+\}};", text)
 
 
-@pytest.mark.parametrize("text", place_code.COLD)
+@pytest.mark.parametrize("text", place_code.COLD + place_code.MODES)
 def test_what_is_rarely_executed_is_still_written_so_in_the_source(text):
     lines = [line for path in FOLDER.glob("*.cuh") for line in place_code.source(str(path))]
     assert any(text in line for line in lines), "renamed: placement would take it for part of a loop"

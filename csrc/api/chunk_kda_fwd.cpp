@@ -82,11 +82,12 @@ cudaError_t launch_portable(const ChunkKdaFwdParams& params, cudaStream_t stream
 cudaError_t launch_hopper_pass(ChunkKdaFwdParams params, Pass pass, int64_t paired, cudaStream_t stream) {
     params.pass = pass;
     params.paired = paired;
-    if (params.g_dtype == Dtype::kBFloat16) {
-        return paired ? kda::sm90::launch_gate_bf16_paired(params, stream)
-                      : kda::sm90::launch_gate_bf16(params, stream);
-    }
-    return paired ? kda::sm90::launch_gate_fp32_paired(params, stream) : kda::sm90::launch_gate_fp32(params, stream);
+    const bool is_bf16 = params.g_dtype == Dtype::kBFloat16;
+    using namespace kda::sm90;
+    const auto launch = pass == Pass::kMaps ? (is_bf16 ? launch_gate_bf16_maps : launch_gate_fp32_maps)
+                        : paired > 0        ? (is_bf16 ? launch_gate_bf16_paired : launch_gate_fp32_paired)
+                                            : (is_bf16 ? launch_gate_bf16 : launch_gate_fp32);
+    return launch(params, stream);
 }
 
 // Each turn, the heads that have not had two blocks yet and come next have them.

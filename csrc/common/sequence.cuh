@@ -77,11 +77,15 @@ __device__ __forceinline__ Segment locate_segment(const ChunkKdaFwdParams& param
         head = (head + params.turn * paired) % heads;
         segment.index = params.turn;
         segment.longest = int(head / paired);
-    } else if (params.pass != Pass::kWhole) {
-        const int part = int(work / heads);
+    } else if (params.pass == Pass::kMaps && work >= heads) {  // both maps of a segment side by side
+        segment.is_map = (work - heads) % 2;
+        const unsigned inner = (work - heads) / 2, part = inner / heads;
+        head = inner - part * heads;
+        segment.index = int(part) + 1;
+    } else if (params.pass == Pass::kReplay) {
+        const unsigned part = work / heads;
         head -= part * heads;
-        segment.is_map = params.pass == Pass::kMaps && part >= params.segments - 1;
-        segment.index = params.pass == Pass::kReplay ? part + 1 : segment.is_map ? part - (params.segments - 2) : part;
+        segment.index = int(part) + 1;
     }
     const unsigned rank = head / unsigned(params.num_v_heads);
     segment.v_head = int(head - rank * params.num_v_heads);
@@ -94,15 +98,20 @@ __device__ __forceinline__ bool has_output(const ChunkKdaFwdParams& params, cons
     return params.pass != Pass::kMaps || segment.index == 0;
 }
 
-// Two blocks take two thirds of the time that one takes for a chunk (docs/forward-hopper.md).
-constexpr int kPairedSpeed = 3, kSingleSpeed = 2;
+// Of the segment that two blocks run with half of V each, and of the others: chunks in the same time
+// (docs/forward-hopper.md).
+struct Speeds {
+    int longest, other;
+};
+constexpr Speeds kBesideSingles = {7, 4}, kBesideTwins = {3, 2};
 
 // The part of a sequence that a segment is; possibly none of it.
 __device__ __forceinline__ Work cut_segment(const ChunkKdaFwdParams& params, const Segment& segment) {
     Work work = locate_work(params, segment.sequence, segment.v_head);
     if (params.pass == Pass::kWhole) return work;
-    const int others = params.segments - 1, shares = kSingleSpeed * others + kPairedSpeed;
-    const int chunks = (work.chunks * kSingleSpeed + shares - 1) / shares;
+    const Speeds speeds = params.pass == Pass::kTurn ? kBesideSingles : kBesideTwins;
+    const int others = params.segments - 1, shares = speeds.other * others + speeds.longest;
+    const int chunks = (work.chunks * speeds.other + shares - 1) / shares;
     const int longest = max(work.chunks - others * chunks, 0);
     const int before = segment.index > segment.longest ? longest - chunks : 0;  // what the longest has more
     const int first = min(max(segment.index * chunks + before, 0), work.chunks);

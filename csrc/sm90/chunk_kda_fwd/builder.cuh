@@ -22,10 +22,10 @@
 
 namespace kda::sm90 {
 
-template <int kBlocks>
+template <Form kForm>
 class Builder {
  public:
-    __device__ __forceinline__ Builder(const ChunkKdaFwdParams& params, const Work& work, SharedMemory<kBlocks>& smem,
+    __device__ __forceinline__ Builder(const ChunkKdaFwdParams& params, const Work& work, SharedMemory<kForm>& smem,
                                        int rank, int index)
         : params_(params),
           work_(work),
@@ -40,11 +40,11 @@ class Builder {
     __device__ __forceinline__ void run() {
         uint32_t next_beta = load_next_beta();
         const int own = own_chunks<kBlocks>(work_.chunks, rank_);
-        ptx::RingPlace<Roles<kBlocks>::kInputs> slot{index_};
-        ptx::RingPlace<Roles<kBlocks>::kStages> place{rank_ + kBlocks * index_};
+        ptx::RingPlace<Roles<kForm>::kInputs> slot{index_};
+        ptx::RingPlace<Roles<kForm>::kStages> place{rank_ + kBlocks * index_};
         for (int index = index_; index < own; index += kBuilders) {
             const int chunk = rank_ + kBlocks * index;
-            Stage& stage = smem_.stage[place.index];
+            const Stage stage = smem_.stages[place.index];
             const Input& input = smem_.input[slot.index];
             const uint32_t beta_bits = next_beta;
             next_beta = load_next_beta();
@@ -52,7 +52,7 @@ class Builder {
             ptx::mbarrier_wait(&smem_.input_full[slot.index], slot.parity);
             const Products products = multiply_same_tokens(input);
             ptx::mbarrier_wait(&smem_.scaled[place.index], place.parity);  // also: the stage is free
-            const bool steep = stage.steep[0] | stage.steep[1];
+            const bool steep = stage.factors.steep[0] | stage.factors.steep[1];
             if (!steep) release(slot.index);  // only steep pairs need raw rows
             write_scalars(stage, products, beta_bits, min(work_.length - chunk * kChunk, kChunk));
             float L[2][4] = {}, P[2][4] = {};  // columns 0..7, 8..15
@@ -76,6 +76,8 @@ class Builder {
     }
 
  private:
+    static constexpr int kBlocks = Roles<kForm>::kBlocks;
+
     __device__ __forceinline__ void release(int slot) const {
         __syncwarp();
         if (ptx::arrives(lane_)) ptx::mbarrier_arrive(&smem_.input_empty[slot]);
@@ -84,8 +86,10 @@ class Builder {
     // The stage to the other block, where the same stage is free, too: both blocks' consumers have left it.
     __device__ __forceinline__ void send(const Stage& stage, uint64_t* built) const {
         const uint32_t barrier = ptx::cluster_address(built, rank_ ^ 1);
-        ptx::mbarrier_arrive_expect_cluster(barrier, kStageBytes);
-        ptx::copy_to_cluster(ptx::cluster_address(&stage, rank_ ^ 1), &stage, kStageBytes, barrier);
+        constexpr uint32_t kWideBytes = 2 * sizeof(WideOperands), kFactorsBytes = sizeof(Factors);
+        ptx::mbarrier_arrive_expect_cluster(barrier, kWideBytes + kFactorsBytes);
+        ptx::copy_to_cluster(ptx::cluster_address(stage.wide, rank_ ^ 1), stage.wide, kWideBytes, barrier);
+        ptx::copy_to_cluster(ptx::cluster_address(&stage.factors, rank_ ^ 1), &stage.factors, kFactorsBytes, barrier);
     }
 
     // The bits of the lane's token in the builder's next chunk; whatever computes with them would wait for them here.
@@ -134,7 +138,7 @@ class Builder {
         return products;
     }
 
-    __device__ __forceinline__ void write_scalars(Stage& stage, const Products& products, uint32_t beta_bits,
+    __device__ __forceinline__ void write_scalars(const Stage& stage, const Products& products, uint32_t beta_bits,
                                                   int rows) const {
         if (on_diagonal()) {
 #pragma unroll
@@ -148,7 +152,8 @@ class Builder {
         const int token = lane_ % kChunk;
         const bool is_q = lane_ < kChunk;
         const float inverse = params_.use_qk_l2norm ? ptx::rsqrt_approx(own_.squares[!is_q][token] + 1e-6f) : 1.0f;
-        (is_q ? stage.q_norm : stage.k_norm)[norm_index(token)] = is_q ? params_.scale * inverse : inverse;
+        (is_q ? stage.factors.q_norm : stage.factors.k_norm)[norm_index(token)] =
+            is_q ? params_.scale * inverse : inverse;
         const float raw = __uint_as_float(params_.beta_dtype == Dtype::kFloat32 ? beta_bits : beta_bits << 16);
         if (is_q) own_.beta[token] = token < rows ? activate_beta(raw, params_.beta_mode) : 0.0f;
         __syncwarp();
@@ -176,14 +181,14 @@ class Builder {
     }
 
     // Steep halves of K are updated with k 2^(G_last-G-A), in the place of the operand that L and P needed.
-    __device__ __forceinline__ void restore_keys(Stage& stage, const Input& input) const {
+    __device__ __forceinline__ void restore_keys(const Stage& stage, const Input& input) const {
         __syncwarp();
         // Four channels a lane, of two rows at a time, and loads of four times two rows before any store.
         const int lane = ptx::lane_id(), column = 4 * (lane & 15), odd = lane >> 4;
         const int first_two = half_tile_offset(odd, operand_column(column)) - 128 * odd;
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
-            if (!stage.steep[half]) continue;
+            if (!stage.factors.steep[half]) continue;
             const int channel = 64 * half + column;
             float4 last = *reinterpret_cast<const float4*>(&input.g[decay_index(kChunk - 1, channel)]);
             last.x -= kAnchor, last.y -= kAnchor, last.z -= kAnchor, last.w -= kAnchor;
@@ -212,7 +217,8 @@ class Builder {
         }
     }
 
-    __device__ __forceinline__ void write_p(const float (&P)[2][4], const Products& products, Stage& stage) const {
+    __device__ __forceinline__ void write_p(const float (&P)[2][4], const Products& products,
+                                            const Stage& stage) const {
         const int row = lane_ / 4, column = 2 * (lane_ % 4);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -223,7 +229,7 @@ class Builder {
                 const bool below0 = n < r || column < row, below1 = n < r || column + 1 < row;
                 const float p0 = below0 ? P[n][2 * r] : column == row ? products.qk[n] : 0.0f;
                 const float p1 = below1 ? P[n][2 * r + 1] : column + 1 == row ? products.qk[n] : 0.0f;
-                *reinterpret_cast<uint2*>(stage.p + factor_offset(row + 8 * r, column + 8 * n)) =
+                *reinterpret_cast<uint2*>(stage.factors.p + factor_offset(row + 8 * r, column + 8 * n)) =
                     make_uint2(ptx::round_tf32(p0), ptx::round_tf32(p1));
             }
         }
@@ -233,14 +239,14 @@ class Builder {
     //
     //     (I + L)^-1 = [    A     0 ]      A, B: inverses of the blocks on the diagonal, by forward substitution
     //                  [ -B C A   B ]      C: L's block below them
-    __device__ __forceinline__ void invert(const float (&L)[2][4], Stage& stage) const {
+    __device__ __forceinline__ void invert(const float (&L)[2][4], const Stage& stage) const {
         const int row = lane_ / 4, column = 2 * (lane_ % 4);
         float factor[2];
         float2 norm[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            factor[i] = own_.beta[row + 8 * i] * stage.k_norm[norm_index(row + 8 * i)];
-            norm[i] = *reinterpret_cast<const float2*>(&stage.k_norm[norm_index(column + 8 * i)]);
+            factor[i] = own_.beta[row + 8 * i] * stage.factors.k_norm[norm_index(row + 8 * i)];
+            norm[i] = *reinterpret_cast<const float2*>(&stage.factors.k_norm[norm_index(column + 8 * i)]);
             // What is not below the diagonal is never looked at.
             float* target = &own_.lower[i][12 * column + row];
             target[0] = factor[i] * norm[i].x * L[i][2 * i], target[12] = factor[i] * norm[i].y * L[i][2 * i + 1];
@@ -256,16 +262,16 @@ class Builder {
         float product[2] = {a.x, a.y};
         multiply_blocks(product, below[0], below[1]);
         multiply_blocks(product, b[0], b[12]);
-        const float2 row_norm = *reinterpret_cast<const float2*>(&stage.k_norm[norm_index(8 + column)]);
+        const float2 row_norm = *reinterpret_cast<const float2*>(&stage.factors.k_norm[norm_index(8 + column)]);
         const float beta = own_.beta[row];
-        *reinterpret_cast<uint32_t*>(stage.inverse + factor_offset(8 + column, row)) =
+        *reinterpret_cast<uint32_t*>(stage.factors.inverse + factor_offset(8 + column, row)) =
             ptx::round_tf32(-row_norm.x * product[0] * beta);
-        *reinterpret_cast<uint32_t*>(stage.inverse + factor_offset(9 + column, row)) =
+        *reinterpret_cast<uint32_t*>(stage.factors.inverse + factor_offset(9 + column, row)) =
             ptx::round_tf32(-row_norm.y * product[1] * beta);
     }
 
     // A lane a column of a block, twice in the warp.
-    __device__ __forceinline__ void invert_blocks(Stage& stage) const {
+    __device__ __forceinline__ void invert_blocks(const Stage& stage) const {
         const int column = lane_ % 8, block = lane_ / 8 % 2;
         float x[8];
         invert_column<12>(x, own_.lower[block], column);
@@ -273,10 +279,10 @@ class Builder {
         *reinterpret_cast<float4*>(target) = make_float4(x[0], x[1], x[2], x[3]);
         *reinterpret_cast<float4*>(target + 4) = make_float4(x[4], x[5], x[6], x[7]);
         const float beta = own_.beta[8 * block + column];
-        uint8_t* scaled = stage.inverse + factor_offset(8 * block, 8 * block + column);
+        uint8_t* scaled = stage.factors.inverse + factor_offset(8 * block, 8 * block + column);
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
-            const float2 norm = *reinterpret_cast<const float2*>(&stage.k_norm[norm_index(8 * block + i)]);
+            const float2 norm = *reinterpret_cast<const float2*>(&stage.factors.k_norm[norm_index(8 * block + i)]);
             *reinterpret_cast<uint32_t*>(scaled + 32 * i) = ptx::round_tf32(norm.x * x[i] * beta);
             *reinterpret_cast<uint32_t*>(scaled + 32 * (i + 1)) = ptx::round_tf32(norm.y * x[i + 1] * beta);
         }
@@ -304,7 +310,7 @@ class Builder {
 
     const ChunkKdaFwdParams& params_;
     const Work& work_;
-    SharedMemory<kBlocks>& smem_;
+    SharedMemory<kForm>& smem_;
     Blocks& own_;
     const int lane_, rank_, index_;
     uint32_t token_;  // of the next beta that the lane loads, and its address

@@ -13,41 +13,59 @@
 
 namespace kda::sm90 {
 
+// Raw rows of 128 bf16, padded so that eight rows lie in different banks.
+constexpr int kRowPadding = 16, kRowBytes = 2 * kHeadDim + kRowPadding;
+
 // Roles, by warpgroup: consumers, each of which owns 64 columns of V; then scalers, two pairs of warps that decay q and
 // k, a chunk in turn; then one of helpers, of which warp 0 moves all rows in and out and the others build L, P and the
-// inverse, a chunk in turn.
+// inverse, a chunk in turn. Where one is left, its first warp moves v and o instead, and the others have nothing to do.
 constexpr int kThreads = 512;
 constexpr int kGroupValues = 64;
 constexpr int kScalerPairs = 2;
 constexpr int kBuilders = 3;
 
-// kBlocks: how many blocks, of a cluster, share a head: one, or two of which each takes half of V and makes the factors
-// of every other chunk for both.
-template <int kBlocks>
+// How blocks share the work. Two make the factors of every other chunk, for both.
+enum class Form {
+    kSingle,
+    kPair,   // two, a cluster, each for half of V
+    kTwins,  // two, each for all of V, of which one finds a segment's B and the other its M (Pass::kMaps)
+};
+
+// Which forms a launch's blocks have.
+enum class Kernel {
+    kSingles,
+    kPaired,  // pairs, then single blocks
+    kMaps,    // pairs, then twins
+};
+
+template <Form kForm>
 struct Roles {
-    static constexpr int kConsumerGroups = kHeadDim / kGroupValues / kBlocks;
+    static constexpr int kBlocks = kForm == Form::kSingle ? 1 : 2;  // of a cluster
+    static constexpr int kParts = kForm == Form::kPair ? 2 : 1;     // of V
+    static constexpr int kConsumerGroups = kHeadDim / kGroupValues / kParts;
     static constexpr int kConsumerWarps = 4 * kConsumerGroups;
-    static constexpr int kIdleGroups = kThreads / 128 - kConsumerGroups - 2;
-    static constexpr int kConsumerRegisters = kBlocks == 1 ? 160 : 208;
-    static constexpr int kScalerRegisters = kBlocks == 1 ? 80 : 128;
-    static constexpr int kHelperRegisters = kBlocks == 1 ? 112 : 128;
-    static constexpr int kIdleRegisters = 24;
+    static constexpr int kSpareGroups = kThreads / 128 - kConsumerGroups - 2;
+    static constexpr int kConsumerRegisters = kParts == 1 ? 160 : 208;
+    static constexpr int kScalerRegisters = kParts == 1 ? 80 : 128;
+    static constexpr int kHelperRegisters = kParts == 1 ? 112 : 128;
+    static constexpr int kSpareRegisters = 48;
     static_assert(kConsumerGroups * kConsumerRegisters + kScalerRegisters + kHelperRegisters +
-                      kIdleGroups * kIdleRegisters <=
+                      kSpareGroups * kSpareRegisters <=
                   65536 / 128);
 
-    static constexpr int kInputs = kBlocks == 1 ? 5 : 3;   // raw q, k, g of so many chunks, of those it makes
-    static constexpr int kValues = 4;                      // v of so many chunks
-    static constexpr int kStages = kBlocks == 1 ? 8 : 10;  // factors of so many chunks
+    // How many chunks there is room for: raw q, k, g, of those that the block makes; v, or its part; and factors.
+    static constexpr int kInputs = kForm == Form::kSingle ? 5 : 4;
+    static constexpr int kValues = 4, kValueRowBytes = 2 * kHeadDim / kParts + kRowPadding;
+    static constexpr int kStages = kForm == Form::kPair ? 10 : 8;
     static_assert(kBuilders <= kInputs && kScalerPairs <= kInputs);
     static_assert(kBlocks * kBuilders <= kStages && kStages % kBlocks == 0);
 };
 constexpr int kZeroingBlocks = 64;  // extra blocks of a packed call, which clear the rows of no sequence
 
 // Which of a launch's works is this block's. Pairs of blocks come first.
-template <int kBlocks>
+template <Form kForm>
 __device__ __forceinline__ unsigned work_of_block(const ChunkKdaFwdParams& params) {
-    return kBlocks == 1 ? ptx::block_id() - unsigned(params.paired) : unsigned(ptx::block_id()) / kBlocks;
+    return kForm == Form::kPair ? unsigned(ptx::block_id()) / 2 : ptx::block_id() - unsigned(params.paired);
 }
 
 // How many chunks' factors one of the blocks makes.
@@ -78,9 +96,6 @@ __device__ __forceinline__ float steepness(float G) {
     constexpr float kMuch = kAnchorScale;
     return __saturatef(-kMuch * G - 2.0f * kAnchor * kMuch);
 }
-
-// Raw rows of 128 bf16, padded so that eight rows lie in different banks.
-constexpr int kRowBytes = 2 * kHeadDim + 16;
 
 // Half a tile: rows of 64 bf16, 16-byte pieces exchanged by XOR with the row, as wgmma's 128-byte swizzle wants it.
 __device__ __forceinline__ int half_tile_offset(int row, int column) {
@@ -122,26 +137,47 @@ struct alignas(128) Input {
 };
 
 // Rows of 64 channels, which are where operand_column says.
-struct WideOperands {
+struct alignas(1024) WideOperands {
     uint8_t k_decayed[kChunk * 128];  // k 2^(G+A)
     uint8_t q_decayed[kChunk * 128];  // q 2^(G+A)
     uint8_t k_inverse[kChunk * 128];  // k 2^(-G-A); once built, k 2^(G_last-G-A) where it is steep
 };
 
-// Factors of one chunk.
-struct alignas(1024) Stage {
-    WideOperands wide[2];   // by half of K
+// Of one chunk, beside its wide operands.
+struct alignas(16) Factors {
     Factor inverse;         // 1/|k| (I + L)^-1 beta
     Factor p;               // P, without scale/|q|
     float gamma[kHeadDim];  // 2^G_last
     float q_norm[kChunk];   // scale / |q|, in the places of norm_index
     float k_norm[kChunk];   // 1 / |k|, likewise
-    uint32_t steep[2];      // by half of K: tokens that have steep entries, a bit each
-    uint32_t felt[2];  // of a steep half: pairs of channels in which a later token may feel a steep one, a bit each
+    uint32_t steep[2];      // by half of K: pairs of channels that have steep entries, a bit each
+    uint32_t felt[2];       // of a steep half: what these need (steep_pairs.cuh)
 };
-// Without padding.
-constexpr uint32_t kStageBytes = offsetof(Stage, felt) + sizeof(Stage::felt);
-static_assert(kStageBytes % 16 == 0);
+
+// All that a chunk's consumers need, where it is: operands by half of K.
+struct Stage {
+    WideOperands* wide;
+    Factors& factors;
+};
+
+// Of so many chunks. Each has one address, unless places between them would leave no room for one more input.
+template <Form kForm>
+struct Stages {
+    struct {
+        WideOperands wide[2];
+        Factors factors;
+    } stage[Roles<kForm>::kStages];
+
+    __device__ __forceinline__ Stage operator[](int index) { return {stage[index].wide, stage[index].factors}; }
+};
+
+template <>
+struct Stages<Form::kPair> {
+    WideOperands wide[Roles<Form::kPair>::kStages][2];
+    Factors factors[Roles<Form::kPair>::kStages];
+
+    __device__ __forceinline__ Stage operator[](int index) { return {wide[index], factors[index]}; }
+};
 
 // A builder's own: the blocks on L's diagonal and their inverses, each by columns, with room between columns and blocks
 // so that a C tile's entries lie in different banks; and scalars of its tokens.
@@ -152,15 +188,15 @@ struct alignas(16) Blocks {
     float beta[kChunk];
 };
 
-template <int kBlocks>
+template <Form kForm>
 struct SharedMemory {
-    using Roles = Roles<kBlocks>;
+    using Roles = Roles<kForm>;
 
-    Stage stage[Roles::kStages];
+    Stages<kForm> stages;
     Input input[Roles::kInputs];
-    uint8_t values[Roles::kValues][kChunk * kRowBytes];  // v of one chunk, and then its o
+    alignas(16) uint8_t values[Roles::kValues][kChunk * Roles::kValueRowBytes];  // v of one chunk, and then its o
     Blocks blocks[kBuilders];
-    Segment segment;  // the block's own, and what it covers: for consumers, which keep nothing in registers
+    Segment segment;  // the block's own, and what it covers, for consumers, which keep nothing in registers
     Work work;
     uint64_t first_loads;                 // the first rows are on their way
     uint64_t input_full[Roles::kInputs];  // q, k, g
@@ -171,9 +207,11 @@ struct SharedMemory {
     uint64_t built[Roles::kStages];        // P, inverse and norms
     uint64_t stage_empty[Roles::kStages];  // of all blocks' consumers; in the block that fills the stage
 };
-// G's rows may be addressed by XOR.
-static_assert(offsetof(SharedMemory<1>, input) % 512 == 0 && offsetof(SharedMemory<2>, input) % 512 == 0 &&
-              sizeof(Input) % 512 == 0 && offsetof(Input, g) % 512 == 0);
-static_assert(sizeof(SharedMemory<1>) <= 227 * 1024 && sizeof(SharedMemory<2>) <= 227 * 1024);
+
+template <Form kForm>
+constexpr bool kFits = sizeof(SharedMemory<kForm>) <= 227 * 1024 &&
+                       offsetof(SharedMemory<kForm>, input) % 512 == 0;  // G's rows may be addressed by XOR
+static_assert(kFits<Form::kSingle> && kFits<Form::kPair> && kFits<Form::kTwins>);
+static_assert(sizeof(Input) % 512 == 0 && offsetof(Input, g) % 512 == 0);
 
 }  // namespace kda::sm90

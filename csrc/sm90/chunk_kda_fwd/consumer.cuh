@@ -22,16 +22,17 @@
 
 namespace kda::sm90 {
 
-template <int kBlocks>
+template <Form kForm>
 class Consumer {
  public:
     // `warp`: of the eight that share V, 16 columns each.
-    __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, SharedMemory<kBlocks>& smem, int warp)
+    __device__ __forceinline__ Consumer(const ChunkKdaFwdParams& params, SharedMemory<kForm>& smem, int warp)
         : params_(params),
           smem_(smem),
           lane_(threadIdx.x % 32),
           warp_(warp),
-          values_offset_(ptx::kept((lane_ % 8 + 8 * (lane_ / 16)) * kRowBytes + 32 * warp_ + 16 * (lane_ / 8 % 2))),
+          values_offset_(ptx::kept((lane_ % 8 + 8 * (lane_ / 16)) * Roles<kForm>::kValueRowBytes +
+                                   32 * (warp % Roles<kForm>::kConsumerWarps) + 16 * (lane_ / 8 % 2))),
           factor_offset_(ptx::kept(8 * lane_)),
           four_(ptx::kept(4 * (lane_ % 4))) {}
 
@@ -137,8 +138,8 @@ class Consumer {
 
     // Where a chunk's factors and its v are.
     struct Place {
-        ptx::RingPlace<Roles<kBlocks>::kStages> stage;
-        ptx::RingPlace<Roles<kBlocks>::kValues> slot;
+        ptx::RingPlace<Roles<kForm>::kStages> stage;
+        ptx::RingPlace<Roles<kForm>::kValues> slot;
     };
 
     __device__ __forceinline__ void run_chunks(int chunks) {
@@ -148,7 +149,7 @@ class Consumer {
         wait_for(next);
         for (int chunk = 0; chunk < chunks; ++chunk) {
             const Place place = next;
-            const Stage& stage = smem_.stage[place.stage.index];
+            const Stage stage = smem_.stages[place.stage.index];
             // S^T [Kd; Qd]^T: C tiles 0 and 1 are (Kd S)^T, 2 and 3 (Qd S)^T, tokens 0..7 and 8..15 each.
             float product[4][4];
             multiply_state(product, rounded, stage);
@@ -159,7 +160,7 @@ class Consumer {
             const bool last = chunk + 1 == chunks;
             // Apart from each other, so that code for steep chunks, which are rare, does not lie between what all
             // others execute: the instruction cache is small.
-            if (__builtin_expect(stage.steep[0] | stage.steep[1], 0))
+            if (__builtin_expect(stage.factors.steep[0] | stage.factors.steep[1], 0))
                 update_state<true>(product, rounded, operands, stage, place, next, last);
             else
                 update_state<false>(product, rounded, operands, stage, place, next, last);
@@ -168,12 +169,14 @@ class Consumer {
         }
     }
 
-    // To the scalers that will fill the stage again: those of always the same block, since kBlocks divides kStages.
+    // To the scalers that will fill the stage again: those of always the same block, since their number divides
+    // kStages.
     __device__ __forceinline__ void leave(int stage) const {
-        if constexpr (kBlocks == 1)
+        if constexpr (Roles<kForm>::kBlocks == 1)
             ptx::mbarrier_arrive(&smem_.stage_empty[stage]);
         else
-            ptx::mbarrier_arrive_cluster(ptx::cluster_address(&smem_.stage_empty[stage], stage % kBlocks));
+            ptx::mbarrier_arrive_cluster(
+                ptx::cluster_address(&smem_.stage_empty[stage], stage % Roles<kForm>::kBlocks));
     }
 
     __device__ __forceinline__ void wait_for(const Place& place) const {
@@ -211,8 +214,8 @@ class Consumer {
 
     __device__ __forceinline__ void load_operands(Operands& operands, const Stage& stage, int slot) const {
         ptx::ldmatrix_x4_trans(operands.v, values_address(slot));
-        load_norms(operands.k_norm, stage.k_norm);
-        load_factor(operands.inverse, stage.inverse);
+        load_norms(operands.k_norm, stage.factors.k_norm);
+        load_factor(operands.inverse, stage.factors.inverse);
     }
 
     // Ends when the next chunk is ready.
@@ -242,7 +245,7 @@ class Consumer {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 load_gamma(gamma[h], stage, h);
-                if (stage.steep[h]) decay_half(h, gamma[h]);
+                if (stage.factors.steep[h]) decay_half(h, gamma[h]);
             }
         }
         ptx::wgmma_fence();
@@ -263,12 +266,12 @@ class Consumer {
         write_output(product, u, stage, place.slot.index);
         const bool all_ready = __all_sync(~0u, ready);
         ptx::wgmma_wait<1>();
-        if (!(kHasSteep && stage.steep[0])) decay_half(0, gamma[0]);
+        if (!(kHasSteep && stage.factors.steep[0])) decay_half(0, gamma[0]);
         round_half(rounded[0], 0);
         // Here, since the compiler would gather both waits for the update if nothing stood between them.
         if (!(all_ready | last)) wait_for(next);
         ptx::wgmma_wait<0>();
-        if (!(kHasSteep && stage.steep[1])) decay_half(1, gamma[1]);
+        if (!(kHasSteep && stage.factors.steep[1])) decay_half(1, gamma[1]);
         round_half(rounded[1], 1);
     }
 
@@ -277,7 +280,7 @@ class Consumer {
     __device__ __forceinline__ void write_output(float (&product)[4][4], const float (&u)[2][4], const Stage& stage,
                                                  int slot) const {
         uint32_t p[3][2], u_words[2][4], packed[4];
-        load_factor(p, stage.p);
+        load_factor(p, stage.factors.p);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -289,7 +292,7 @@ class Consumer {
         float (&out)[2][4] = reinterpret_cast<float (&)[2][4]>(product[2]);
         multiply_triangle(out, u_words, p);
         float2 q_norm[2];
-        load_norms(q_norm, stage.q_norm);
+        load_norms(q_norm, stage.factors.q_norm);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -334,7 +337,7 @@ class Consumer {
     __device__ __forceinline__ void load_gamma(float2 (&gamma)[8], const Stage& stage, int h) const {
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-            const float4 four = *reinterpret_cast<const float4*>(&stage.gamma[key_of(h, step)]);
+            const float4 four = *reinterpret_cast<const float4*>(&stage.factors.gamma[key_of(h, step)]);
             gamma[2 * step] = make_float2(four.x, four.y), gamma[2 * step + 1] = make_float2(four.z, four.w);
         }
     }
@@ -348,7 +351,7 @@ class Consumer {
     }
 
     const ChunkKdaFwdParams& params_;
-    SharedMemory<kBlocks>& smem_;
+    SharedMemory<kForm>& smem_;
     const int lane_, warp_;
     // Of the lane: its row of v or o, its B operands in a tile of a factor, and its first of four columns.
     const int values_offset_, factor_offset_, four_;

@@ -1,10 +1,12 @@
 // Hopper KDA forward (sm_90a: wgmma, asynchronous copies, mbarriers, clusters), chunk 16, K = V = 128.
 //
-// One block owns one (sequence, value head) or a segment of it, or two blocks, a cluster, share it, each for half of V.
+// One block owns one (sequence, value head) or a segment of it, or two blocks, a cluster, share it (config.cuh: Form).
 // A mover warp (mover.cuh) brings raw chunks into shared memory and o out of it; scaler warps (scaler.cuh) decay q and
 // k; builder warps (builder.cuh) make the 16 x 16 factors; consumer warpgroups (consumer.cuh) run the recurrence with
 // the state in fp32 registers. Each role works chunks ahead of the next, and factors never go through global memory.
 #pragma once
+
+#include <algorithm>
 
 #include "ptx/cluster.cuh"
 #include "ptx/launch.cuh"
@@ -19,9 +21,10 @@
 
 namespace kda::sm90 {
 
-template <int kBlocks>
-__device__ __forceinline__ void init_barriers(SharedMemory<kBlocks>& smem) {
-    using Roles = Roles<kBlocks>;
+template <Form kForm>
+__device__ __forceinline__ void init_barriers(SharedMemory<kForm>& smem) {
+    using Roles = Roles<kForm>;
+    constexpr int kBlocks = Roles::kBlocks;
     using ptx::kArrivalsOfWarp;
     ptx::mbarrier_init(&smem.first_loads, kArrivalsOfWarp);
     for (int i = 0; i < Roles::kInputs; ++i) {
@@ -41,15 +44,16 @@ __device__ __forceinline__ void init_barriers(SharedMemory<kBlocks>& smem) {
     ptx::mbarrier_init_fence();
 }
 
-template <typename GateT, bool kPairs, int kBlocks>
+template <typename GateT, Kernel kKernel, Form kForm>
 __device__ __forceinline__ void run_work(const ChunkKdaFwdParams& params, void* shared) {
-    using Roles = Roles<kBlocks>;
-    constexpr Placement placement = kPlacement<GateT, kPairs, kBlocks>;
+    using Roles = Roles<kForm>;
+    constexpr int kBlocks = Roles::kBlocks;
+    constexpr Placement placement = kPlacement<GateT, kKernel, kForm>;
     const bool never = params.tokens < 0;
-    SharedMemory<kBlocks>& smem = *static_cast<SharedMemory<kBlocks>*>(shared);
+    SharedMemory<kForm>& smem = *static_cast<SharedMemory<kForm>*>(shared);
     if (threadIdx.x == 0) init_barriers(smem);
     if (params.order) ptx::wait_for_previous_launch();  // which finds it
-    const Segment segment = locate_segment(params, work_of_block<kBlocks>(params));
+    const Segment segment = locate_segment(params, work_of_block<kForm>(params));
     const Work work = cut_segment(params, segment);
     if (threadIdx.x == 0) smem.segment = segment, smem.work = work;
     if constexpr (kBlocks == 1)
@@ -62,49 +66,53 @@ __device__ __forceinline__ void run_work(const ChunkKdaFwdParams& params, void* 
     if (producer < 0) {
         ptx::grow_registers<Roles::kConsumerRegisters>();
         if (never) ptx::skip_instructions<kLine * placement.consumer>();
-        Consumer<kBlocks>(params, smem, rank * Roles::kConsumerWarps + warp).run(work.chunks);
+        const int part = rank % Roles::kParts;
+        Consumer<kForm>(params, smem, part * Roles::kConsumerWarps + warp).run(work.chunks);
     } else if (producer < 2 * kScalerPairs) {
         ptx::shrink_registers<Roles::kScalerRegisters>();
         if (never) ptx::skip_instructions<kLine * placement.scaler>();
-        // Both kinds of blocks leave the compiler fewer registers.
-        Scaler<GateT, kBlocks, kPairs && kBlocks == 1 ? 4 : 8>(params, work, smem, rank, producer).run();
+        Scaler<GateT, kForm>(params, work, smem, rank, producer).run();
     } else if (producer < 2 * kScalerPairs + 4) {
         ptx::shrink_registers<Roles::kHelperRegisters>();
         const int helper = producer - 2 * kScalerPairs;
         if (helper == 0) {
             if (never) ptx::skip_instructions<kLine * placement.mover>();
-            Mover<GateT, kBlocks>(params, segment, work, smem, rank).run();
+            constexpr Moves kMoves = Roles::kSpareGroups > 0 ? Moves::kInputs : Moves::kAll;
+            Mover<GateT, kForm, kMoves>(params, segment, work, smem, rank).run();
         } else {
-            Builder<kBlocks>(params, work, smem, rank, helper - 1).run();
+            Builder<kForm>(params, work, smem, rank, helper - 1).run();
         }
-    } else {
-        ptx::shrink_registers<Roles::kIdleRegisters>();
-        return;
+    } else if constexpr (Roles::kSpareGroups > 0) {
+        ptx::shrink_registers<Roles::kSpareRegisters>();
+        if (producer > 2 * kScalerPairs + 4) return;  // one is enough
+        Mover<GateT, kForm, Moves::kValues>(params, segment, work, smem, rank).run();
     }
     if constexpr (kBlocks > 1) ptx::cluster_sync();  // shared memory stays as long as the other may reach into it
 }
 
-// kPairs: blocks are clusters of two. The first params.paired works have both, each of the others one.
-template <typename GateT, bool kPairs>
-__global__ void __cluster_dims__(kPairs ? 2 : 1, 1, 1) __launch_bounds__(kThreads, 1)
+// Pairs run the first params.paired works.
+template <typename GateT, Kernel kKernel>
+__global__ void __cluster_dims__(kKernel == Kernel::kSingles ? 1 : 2, 1, 1) __launch_bounds__(kThreads, 1)
     chunk_kda_fwd_kernel(const __grid_constant__ ChunkKdaFwdParams params) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     if (is_gone_on_from(params)) ptx::allow_next_launch();  // what others launch waits for all of this one
-    const int64_t paired = kPairs ? params.paired : 0, blocks = blocks_of_pass(params);
+    constexpr bool kHasPairs = kKernel != Kernel::kSingles;
+    const int64_t paired = kHasPairs ? params.paired : 0, blocks = blocks_of_pass(params);
     if (blockIdx.x >= blocks)
         zero_uncovered_rows(params, blockIdx.x - blocks, gridDim.x - blocks);
-    else if (kPairs && blockIdx.x < 2 * paired)
-        run_work<GateT, kPairs, kPairs ? 2 : 1>(params, shared_bytes);
+    else if (kHasPairs && blockIdx.x < 2 * paired)
+        run_work<GateT, kKernel, kHasPairs ? Form::kPair : Form::kSingle>(params, shared_bytes);
     else if (blockIdx.x < works_of_pass(params) + paired)
-        run_work<GateT, kPairs, 1>(params, shared_bytes);
+        run_work<GateT, kKernel, kKernel == Kernel::kMaps ? Form::kTwins : Form::kSingle>(params, shared_bytes);
 }
 
 // A bound below kForgetAll is not served: such gates would need a clamp that no model needs.
-template <typename GateT, bool kPairs>
+template <typename GateT, Kernel kKernel>
 cudaError_t launch(const ChunkKdaFwdParams& params, cudaStream_t stream) {
-    constexpr int kBytes =
-        kPairs && sizeof(SharedMemory<2>) > sizeof(SharedMemory<1>) ? sizeof(SharedMemory<2>) : sizeof(SharedMemory<1>);
-    const auto kernel = chunk_kda_fwd_kernel<GateT, kPairs>;
+    constexpr Form kOthers = kKernel == Kernel::kMaps ? Form::kTwins : Form::kSingle;
+    constexpr size_t kPair = kKernel == Kernel::kSingles ? 0 : sizeof(SharedMemory<Form::kPair>);
+    constexpr int kBytes = int(std::max(kPair, sizeof(SharedMemory<kOthers>)));
+    const auto kernel = chunk_kda_fwd_kernel<GateT, kKernel>;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     // Rows of no sequence are cleared once, with the first outputs.

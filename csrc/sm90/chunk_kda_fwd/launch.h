@@ -1,4 +1,5 @@
-// Host entry points of the Hopper forward kernel, by the dtype of g; `paired` where params.paired is above 0.
+// Host entry points of the Hopper forward kernel, by the dtype of g: of Pass::kMaps, of others with params.paired above
+// 0, and of the rest.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,6 +12,8 @@ cudaError_t launch_gate_bf16(const ChunkKdaFwdParams& params, cudaStream_t strea
 cudaError_t launch_gate_fp32(const ChunkKdaFwdParams& params, cudaStream_t stream);
 cudaError_t launch_gate_bf16_paired(const ChunkKdaFwdParams& params, cudaStream_t stream);
 cudaError_t launch_gate_fp32_paired(const ChunkKdaFwdParams& params, cudaStream_t stream);
+cudaError_t launch_gate_bf16_maps(const ChunkKdaFwdParams& params, cudaStream_t stream);
+cudaError_t launch_gate_fp32_maps(const ChunkKdaFwdParams& params, cudaStream_t stream);
 
 // Drivers before CUDA 12.3 cannot capture early launches in a graph.
 inline bool driver_launches_early() {

@@ -43,14 +43,16 @@ class RowLoader {
     const char* source_;
 };
 
-// Its turns follow the consumers: as each chunk's o is done, it goes out, and v of kValues chunks later takes its
-// place.
-template <typename GateT, int kBlocks>
+// What one warp moves: all; or there are two, of which one brings q, k and g, and the other v, and takes o away.
+enum class Moves { kAll, kInputs, kValues };
+
+// Turns follow the consumers: as each chunk's o is done, it goes out, and v of kValues chunks later takes its place.
+template <typename GateT, Form kForm, Moves kMoves>
 class Mover {
  public:
     // `rank`: of the block in its cluster.
     __device__ __forceinline__ Mover(const ChunkKdaFwdParams& params, const Segment& segment, const Work& work,
-                                     SharedMemory<kBlocks>& smem, int rank)
+                                     SharedMemory<kForm>& smem, int rank)
         : params_(params),
           smem_(smem),
           length_(work.length),
@@ -59,7 +61,7 @@ class Mover {
           reads_values_(!segment.is_map),
           rank_(rank),
           own_(own_chunks<kBlocks>(work.chunks, rank)),
-          value_column_(rank * kValueBytes),
+          value_column_(rank % kParts * kValueBytes),
           lane_(threadIdx.x % 32),
           q_(params.q, work, work.qk_head, kRow, lane_, 0, rank, kBlocks),
           k_(params.k, work, work.qk_head, kRow, lane_, 0, rank, kBlocks),
@@ -70,35 +72,33 @@ class Mover {
                   work.v_head * kRow + value_column_ + lane_ % kPieces * 16) {}
 
     __device__ __forceinline__ void run() {
-        while (loaded_ < min(kScalerPairs, own_)) load_inputs();  // before v, since these are waited for first
-        if (ptx::arrives(lane_)) ptx::mbarrier_arrive(&smem_.first_loads);
-        for (int chunk = 0; chunk < min(kValues, chunks_); ++chunk) load_values(chunk, chunk);
-        ptx::RingPlace<kValues> place;
-        for (int chunk = 0; chunk < chunks_; ++chunk) {
-            while (loaded_ < own_ && (next_chunk() < chunk + kAhead || next_input_is_free())) load_inputs();
-            if (kBlocks == 1 && chunk == max(chunks_ - kPrefetchAhead, 0)) prefetch_next_block();
-            ptx::mbarrier_wait(&smem_.values_done[place.index], place.parity);
-            if (writes_) store_output(chunk, place.index);
-            __syncwarp();
-            if (chunk + kValues < chunks_) load_values(chunk + kValues, place.index);
-            place.advance();
+        if constexpr (kMoves != Moves::kValues) {
+            while (loaded_ < min(kScalerPairs, own_)) load_inputs();  // before v, since these are waited for first
+            if (ptx::arrives(lane_)) ptx::mbarrier_arrive(&smem_.first_loads);
+        }
+        if constexpr (kMoves == Moves::kInputs) {
+            while (loaded_ < own_) load_inputs();
+        } else {
+            run_values();
         }
     }
 
  private:
-    static constexpr int kInputs = Roles<kBlocks>::kInputs, kValues = Roles<kBlocks>::kValues;
-    static constexpr int kRow = kHeadDim * 2, kGateRow = kHeadDim * int(sizeof(GateT)), kValueBytes = kRow / kBlocks;
+    static constexpr int kBlocks = Roles<kForm>::kBlocks, kParts = Roles<kForm>::kParts;
+    static constexpr int kInputs = Roles<kForm>::kInputs, kValues = Roles<kForm>::kValues;
+    static constexpr int kRow = kHeadDim * 2, kGateRow = kHeadDim * int(sizeof(GateT)), kValueBytes = kRow / kParts;
+    static constexpr int kValueRowBytes = Roles<kForm>::kValueRowBytes;
     static constexpr int kPieces = kValueBytes / 16;  // of a row of v or o
     // It waits for places for so many chunks' inputs, counted from the consumers' chunk, and fills others that are
     // free. Places come free up to kStages chunks ahead of the consumers, so that this wait ends.
     static constexpr int kAhead = kBlocks * kInputs + 2;
-    static_assert(kAhead < kBlocks * kInputs + Roles<kBlocks>::kStages);
+    static_assert(kAhead < kBlocks * kInputs + Roles<kForm>::kStages);
 
     // Blocks of the same length begin and end together, and all would wait for memory at once: so the state and the
     // first rows of the block that will probably follow here are brought near before this one ends.
     static constexpr int kPrefetchAhead = 16;
     __device__ __forceinline__ void prefetch_next_block() const {
-        const unsigned next = work_of_block<kBlocks>(params_) + ptx::multiprocessors();
+        const unsigned next = work_of_block<kForm>(params_) + ptx::multiprocessors();
         if (params_.pass != Pass::kWhole || next >= works_of_pass(params_)) return;
         const Work work = cut_segment(params_, locate_segment(params_, next));
         constexpr int kState = kHeadDim * kHeadDim;
@@ -117,6 +117,23 @@ class Mover {
         const char* row = row_address(rows, work, lane_, head);
 #pragma unroll
         for (int at = 0; at < kBytes; at += 128) ptx::prefetch_line(row + at);
+    }
+
+    __device__ __forceinline__ void run_values() {
+        if constexpr (kMoves == Moves::kValues) ptx::mbarrier_wait(&smem_.first_loads, 0);
+        for (int chunk = 0; chunk < min(kValues, chunks_); ++chunk) load_values(chunk, chunk);
+        ptx::RingPlace<kValues> place;
+        for (int chunk = 0; chunk < chunks_; ++chunk) {
+            if constexpr (kMoves == Moves::kAll) {
+                while (loaded_ < own_ && (next_chunk() < chunk + kAhead || next_input_is_free())) load_inputs();
+            }
+            if (kBlocks == 1 && chunk == max(chunks_ - kPrefetchAhead, 0)) prefetch_next_block();
+            ptx::mbarrier_wait(&smem_.values_done[place.index], place.parity);
+            if (writes_) store_output(chunk, place.index);
+            __syncwarp();
+            if (chunk + kValues < chunks_) load_values(chunk + kValues, place.index);
+            place.advance();
+        }
     }
 
     __device__ __forceinline__ int next_chunk() const { return rank_ + kBlocks * loaded_; }
@@ -139,18 +156,18 @@ class Mover {
 
     // Zeros, where the segment's M is found.
     __device__ __forceinline__ void load_values(int chunk, int slot) {
-        v_.template load<kValueBytes, kRowBytes>(smem_.values[slot] + value_column_,
-                                                 reads_values_ ? min(length_ - chunk * kChunk, kChunk) : 0);
+        v_.template load<kValueBytes, kValueRowBytes>(smem_.values[slot],
+                                                      reads_values_ ? min(length_ - chunk * kChunk, kChunk) : 0);
         ptx::mbarrier_arrive_after_copies(&smem_.values_full[slot]);
     }
 
     __device__ __forceinline__ void store_output(int chunk, int slot) {
         constexpr int kStep = 32 / kPieces;  // rows a pass
-        const uint8_t* source = smem_.values[slot] + value_column_ + lane_ / kPieces * kRowBytes + lane_ % kPieces * 16;
+        const uint8_t* source = smem_.values[slot] + lane_ / kPieces * kValueRowBytes + lane_ % kPieces * 16;
         uint4 rows[kChunk / kStep];
 #pragma unroll
         for (int i = 0; i < kChunk / kStep; ++i) {
-            rows[i] = *reinterpret_cast<const uint4*>(source + i * kStep * kRowBytes);
+            rows[i] = *reinterpret_cast<const uint4*>(source + i * kStep * kValueRowBytes);
         }
 #pragma unroll
         for (int i = 0; i < kChunk / kStep; ++i) {
@@ -160,7 +177,7 @@ class Mover {
     }
 
     const ChunkKdaFwdParams& params_;
-    SharedMemory<kBlocks>& smem_;
+    SharedMemory<kForm>& smem_;
     const int length_, chunks_;
     const bool writes_, reads_values_;
     const int rank_, own_;  // of the chunks, those whose q, k and g this block loads

@@ -9,6 +9,8 @@
 
 #include <cuda_bf16.h>
 
+#include "sm90/chunk_kda_fwd/config.cuh"
+
 namespace kda::sm90 {
 
 // Lines left empty before a role's code. The compiler lays out builder, mover, scaler and consumer, in this order.
@@ -17,20 +19,28 @@ struct Placement {
 };
 constexpr int kLine = 128 / 16;  // instructions
 
-// By the dtype of g, of which kernel, and how many blocks share the work.
-template <typename GateT, bool kPairs, int kBlocks>
+// By the dtype of g, of which kernel, and how blocks share the work.
+template <typename GateT, Kernel kKernel, Form kForm>
 constexpr Placement kPlacement = {0, 0, 0};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, false, 1> = {51, 0, 16};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kSingles, Form::kSingle> = {50, 30, 10};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, true, 1> = {41, 1, 41};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kSingle> = {45, 14, 43};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, true, 2> = {51, 53, 21};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kPair> = {52, 19, 45};
 template <>
-constexpr Placement kPlacement<float, false, 1> = {44, 0, 27};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kTwins> = {36, 1, 46};
 template <>
-constexpr Placement kPlacement<float, true, 1> = {53, 42, 34};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kPair> = {0, 7, 47};
 template <>
-constexpr Placement kPlacement<float, true, 2> = {45, 19, 53};
+constexpr Placement kPlacement<float, Kernel::kSingles, Form::kSingle> = {38, 50, 13};
+template <>
+constexpr Placement kPlacement<float, Kernel::kPaired, Form::kSingle> = {36, 51, 14};
+template <>
+constexpr Placement kPlacement<float, Kernel::kPaired, Form::kPair> = {38, 21, 36};
+template <>
+constexpr Placement kPlacement<float, Kernel::kMaps, Form::kTwins> = {36, 56, 36};
+template <>
+constexpr Placement kPlacement<float, Kernel::kMaps, Form::kPair> = {1, 58, 35};
 
 }  // namespace kda::sm90

@@ -15,11 +15,10 @@
 
 namespace kda::sm90 {
 
-// kRows: unrolled together, so that their exponentials overlap.
-template <typename GateT, int kBlocks, int kRows>
+template <typename GateT, Form kForm>
 class Scaler {
  public:
-    __device__ __forceinline__ Scaler(const ChunkKdaFwdParams& params, const Work& work, SharedMemory<kBlocks>& smem,
+    __device__ __forceinline__ Scaler(const ChunkKdaFwdParams& params, const Work& work, SharedMemory<kForm>& smem,
                                       int rank, int warp)
         : params_(params),
           work_(work),
@@ -32,21 +31,34 @@ class Scaler {
           gate_{Gate(params, work.v_head, 64 * half_ + 2 * lane_),
                 Gate(params, work.v_head, 64 * half_ + 2 * lane_ + 1)} {}
 
-    __device__ __forceinline__ void run() {
+    __device__ __forceinline__ void run() const {
+        switch (params_.gate_mode) {
+            case GateMode::kGiven: run<GateMode::kGiven>(); break;
+            case GateMode::kSoftplus: run<GateMode::kSoftplus>(); break;
+            default: run<GateMode::kBounded>();
+        }
+    }
+
+ private:
+    static constexpr int kBlocks = Roles<kForm>::kBlocks;
+    static constexpr int kRows = SteepChannel::kRows;  // unrolled together, so that their exponentials overlap
+    static_assert(kChunk % kRows == 0);
+
+    template <GateMode kMode>
+    __device__ __forceinline__ void run() const {
+        bool steep = false;  // whether the last chunk was
         const int own = own_chunks<kBlocks>(work_.chunks, rank_);
-        ptx::RingPlace<Roles<kBlocks>::kInputs> slot{pair_};
-        ptx::RingPlace<Roles<kBlocks>::kStages> place{rank_ + kBlocks * pair_, 1};
+        ptx::RingPlace<Roles<kForm>::kInputs> slot{pair_};
+        ptx::RingPlace<Roles<kForm>::kStages> place{rank_ + kBlocks * pair_, 1};
         for (int index = pair_; index < own; index += kScalerPairs) {
             Input& input = smem_.input[slot.index];
-            Stage& stage = smem_.stage[place.index];
+            const Stage stage = smem_.stages[place.index];
             ptx::mbarrier_wait(&smem_.input_full[slot.index], slot.parity);
             ptx::mbarrier_wait(&smem_.stage_empty[place.index], place.parity);
             const int rows = min(work_.length - (rank_ + kBlocks * index) * kChunk, kChunk);
-            switch (params_.gate_mode) {
-                case GateMode::kGiven: scale<GateMode::kGiven>(input, stage, rows); break;
-                case GateMode::kSoftplus: scale<GateMode::kSoftplus>(input, stage, rows); break;
-                default: scale<GateMode::kBounded>(input, stage, rows);
-            }
+            // Steep chunks follow one another: after one, the next is at once taken for one.
+            if (__builtin_expect(!steep, true)) steep = scale_mild<kMode>(input, stage, rows);
+            if (__builtin_expect(steep, false)) steep = scale_steep<kMode>(input, stage, rows);
             ptx::fence_async_proxy();
             __syncwarp();
             if (ptx::arrives(lane_)) {
@@ -58,11 +70,9 @@ class Scaler {
         }
     }
 
- private:
-    static_assert(kChunk % kRows == 0);
-
+    // Whether an entry is steep, so that all has to be done again.
     template <GateMode kMode>
-    __device__ __forceinline__ void scale(Input& input, Stage& stage, int rows) const {
+    __device__ __forceinline__ bool scale_mild(const Input& input, const Stage& stage, int rows) const {
         // Sums start from zero: beside an anchor, slow gates would be lost in its rounding.
         float2 G = make_float2(0.0f, 0.0f);
         bool steep = false;
@@ -70,7 +80,7 @@ class Scaler {
         for (int first = 0; first < kChunk; first += kRows) {
             float2 sum[kRows];
             Operands x[kRows];
-            const uint32_t row = ptx::shared_address(&stage.wide[half_]) + 128 * first + (column_ ^ (16 * (first & 7)));
+            const uint32_t row = operand_row(stage, first);
             sum_gates<kMode>(sum, G, input, first, rows);
             G = sum[kRows - 1];
 #pragma unroll
@@ -83,46 +93,54 @@ class Scaler {
                       ptx::exp2_approx(-exponent.x), ptx::exp2_approx(-exponent.y));
             }
         }
-        *reinterpret_cast<float2*>(&stage.gamma[channel()]) = make_float2(ptx::exp2_approx(G.x), ptx::exp2_approx(G.y));
+        store_gamma(stage, G);
+        if (lane_ == 0) stage.factors.steep[half_] = 0, stage.factors.felt[half_] = 0;
         // Sums only fall, unless a given gate is positive, so that the steepest is the last.
         if constexpr (kMode != GateMode::kGiven) steep = is_steep(G.x) | is_steep(G.y);
-        if (__builtin_expect(__any_sync(~0u, steep), false))
-            leave_out_steep<kMode>(input, stage, rows);
-        else if (lane_ == 0)
-            stage.steep[half_] = 0, stage.felt[half_] = 0;
+        return __any_sync(~0u, steep);
     }
 
-    // Steep keys leave the products, and G takes the place of g.
+    // The same for any gates: steep keys leave the products, G takes the place of g, and the pairs that are left out
+    // are prepared for.
     template <GateMode kMode>
-    __device__ __forceinline__ void leave_out_steep(Input& input, Stage& stage, int rows) const {
-        float2 G = make_float2(0.0f, 0.0f), least = make_float2(INFINITY, INFINITY);  // least: of steep entries so far
-        uint32_t tokens = 0;
-        bool felt = false;
+    __device__ __forceinline__ bool scale_steep(Input& input, const Stage& stage, int rows) const {
+        float2 G = make_float2(0.0f, 0.0f);
+        SteepChannel channels[2];
+        uint32_t felt = 0;
 #pragma unroll 1
         for (int first = 0; first < kChunk; first += kRows) {
             float2 sum[kRows];
+            Operands x[kRows];
+            const uint32_t row = operand_row(stage, first);
             sum_gates<kMode>(sum, G, input, first, rows);
-            G = sum[kRows - 1];
-            __syncwarp();  // all of the rows are read
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) x[i] = load(input, first, i);
+            __syncwarp();  // all of these rows' gates are read
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
+                const float2 exponent = make_float2(sum[i].x + kAnchor, sum[i].y + kAnchor);
+                store(row, i, x[i], ptx::exp2_approx(exponent.x), ptx::exp2_approx(exponent.y),
+                      is_steep(sum[i].x) ? 0.0f : ptx::exp2_approx(-exponent.x),
+                      is_steep(sum[i].y) ? 0.0f : ptx::exp2_approx(-exponent.y));
                 *reinterpret_cast<float2*>(&input.g[decay_index(first + i, channel())]) = sum[i];
-                // True for NaN. One less than SteepPairs, whose sums are rounded differently.
-                felt |= !(sum[i].x - least.x <= kForgotten - 1.0f) | !(sum[i].y - least.y <= kForgotten - 1.0f);
-                const bool steep0 = is_steep(sum[i].x), steep1 = is_steep(sum[i].y);
-                if (steep0) least.x = fminf(least.x, sum[i].x);
-                if (steep1) least.y = fminf(least.y, sum[i].y);
-                tokens |= uint32_t(steep0 | steep1) << (first + i);
-                uint32_t* inverse = reinterpret_cast<uint32_t*>(stage.wide[half_].k_inverse +
-                                                                half_tile_offset(first + i, operand_column(2 * lane_)));
-                *inverse &= (steep0 ? 0 : 0x0000ffffu) | (steep1 ? 0 : 0xffff0000u);
             }
+            felt |= (channels[0].add(first, {sum[0].x, sum[1].x, sum[2].x, sum[3].x}) |
+                     channels[1].add(first, {sum[0].y, sum[1].y, sum[2].y, sum[3].y}))
+                    << first;
+            G = sum[kRows - 1];
         }
-        const uint32_t felt_pairs = __ballot_sync(~0u, felt);
-        tokens = __reduce_or_sync(~0u, tokens);
-        if (lane_ == 0) stage.steep[half_] = tokens, stage.felt[half_] = felt_pairs;
-        __syncwarp();
-        SteepPairs(stage, input).find_first(half_, tokens, felt_pairs);
+        store_gamma(stage, G);
+        return SteepPairs(stage, input).prepare(half_, felt, channels);
+    }
+
+    __device__ __forceinline__ void store_gamma(const Stage& stage, const float2& G) const {
+        *reinterpret_cast<float2*>(&stage.factors.gamma[channel()]) =
+            make_float2(ptx::exp2_approx(G.x), ptx::exp2_approx(G.y));
+    }
+
+    // The lane's address in row `first` of the operands, a multiple of 4.
+    __device__ __forceinline__ uint32_t operand_row(const Stage& stage, int first) const {
+        return ptx::shared_address(stage.wide + half_) + 128 * first + (column_ ^ (16 * (first & 7)));
     }
 
     // Two channels of one row.
@@ -177,7 +195,7 @@ class Scaler {
         return {*reinterpret_cast<const uint32_t*>(input.q + at), *reinterpret_cast<const uint32_t*>(input.k + at)};
     }
 
-    // Into row i after `row`, the lane's address in a row that is a multiple of kRows.
+    // Into row i after that of operand_row.
     static __device__ __forceinline__ void store(uint32_t row, int i, const Operands& x, float decay0, float decay1,
                                                  float inverse0, float inverse1) {
         const uint32_t at = (row ^ (16 * i)) + 128 * i, decay = ptx::pack_bf16(decay0, decay1);
@@ -189,7 +207,7 @@ class Scaler {
 
     const ChunkKdaFwdParams& params_;
     const Work& work_;
-    SharedMemory<kBlocks>& smem_;
+    SharedMemory<kForm>& smem_;
     const int rank_, lane_, half_, pair_;
     const int column_;  // where the lane's channels are in the first row of an operand
     const Gate gate_[2];

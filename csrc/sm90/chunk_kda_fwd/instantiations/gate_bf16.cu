@@ -3,7 +3,7 @@
 namespace kda::sm90 {
 
 cudaError_t launch_gate_bf16(const ChunkKdaFwdParams& params, cudaStream_t stream) {
-    return launch<__nv_bfloat16, false>(params, stream);
+    return launch<__nv_bfloat16, Kernel::kSingles>(params, stream);
 }
 
 }  // namespace kda::sm90

@@ -3,7 +3,7 @@
 namespace kda::sm90 {
 
 cudaError_t launch_gate_bf16_paired(const ChunkKdaFwdParams& params, cudaStream_t stream) {
-    return launch<__nv_bfloat16, true>(params, stream);
+    return launch<__nv_bfloat16, Kernel::kPaired>(params, stream);
 }
 
 }  // namespace kda::sm90

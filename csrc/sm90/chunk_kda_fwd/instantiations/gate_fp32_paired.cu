@@ -3,7 +3,7 @@
 namespace kda::sm90 {
 
 cudaError_t launch_gate_fp32_paired(const ChunkKdaFwdParams& params, cudaStream_t stream) {
-    return launch<float, true>(params, stream);
+    return launch<float, Kernel::kPaired>(params, stream);
 }
 
 }  // namespace kda::sm90
