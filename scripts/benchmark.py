@@ -1,6 +1,6 @@
 """How fast is the forward, against FLA's Triton kernels and against the floor that memory sets?
 
-    python scripts/benchmark.py [--json PATH] [--rows main|sweeps|all] [--minutes 9] [--no-fla]
+    python scripts/benchmark.py [--json PATH] [--rows main|sweeps|all|steep] [--minutes 9] [--no-fla]
     python scripts/benchmark.py --draw PATH.json       the figures from a record; needs no GPU
 
 Times are medians of triton.testing.do_bench, in ms, on random inputs, which take turns where one set would fit the
@@ -12,8 +12,8 @@ what the time does not suffice for is left out, with a note.
 
 --json writes a list of {B, T, H, seqlens, gate, call, path, ours_ms, fla_ms, floor_ms, goal_ms, portable_ms, fla_note,
 gpu, date}, null where there is none, and beside it, with the same stem, the same as .csv, the figures as .png and
--rows.png, and .run.json with what belongs to the whole run: versions, copy bandwidth, host time of a call. All but the
-figures are rewritten after every row. Exits with 1 when a row has no time of ours, with 2 where there is no GPU or no
+-rows.png (of other rows than the steep ones), and .run.json with what belongs to the whole run: versions, copy
+bandwidth, host time of a call. All but the figures are rewritten after every row. Exits with 1 when a row has no time of ours, with 2 where there is no GPU or no
 kernels.
 """
 
@@ -331,7 +331,8 @@ def run(options: argparse.Namespace) -> int:
     results.write()
     records = list(results.records.values())
     print_summary(records)
-    draw(options.json)
+    if options.rows != "steep":
+        draw(options.json)
     print(f"{budget.spent():.0f} s, written to {options.json}", flush=True)
     return 0 if all(record["ours_ms"] is not None for record in records) else 1
 
@@ -339,7 +340,7 @@ def run(options: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time the forward against FLA's Triton kernels and the floor.")
     parser.add_argument("--json", type=Path, default=Path("benchmark.json"), help="where the records go")
-    parser.add_argument("--rows", choices=("main", "sweeps", "all"), default="all")
+    parser.add_argument("--rows", choices=("main", "sweeps", "all", "steep"), default="all")
     parser.add_argument("--minutes", type=float, default=9.0, help="time to stay within; FLA's rows give way first")
     parser.add_argument("--no-fla", action="store_true", help="our kernels and the floor alone")
     parser.add_argument("--draw", type=Path, metavar="PATH.json", help="draw the figures of a record and stop")

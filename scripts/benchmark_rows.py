@@ -5,7 +5,8 @@ A row is a shape, a kind of gate and a form of the call. Forms, as public models
 "kimi_linear", fp32 g activated outside and promised no bound, fp32 beta after the sigmoid, K-first states.
 
 Gates: "short", g = randn behind the bounded gate (-5); "long", g = randn - 6, which remembers for hundreds of tokens;
-"softplus", the softplus gate with A_log and dt_bias as FLA initialises them for training.
+"softplus", the softplus gate with A_log and dt_bias as FLA initialises them for training. And, where g is activated
+outside, steep ones, of which 16 tokens leave fp32's exponents (STEEP).
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from tests.kdakit import cases
 HEAD_DIM = cases.HEAD_DIM
 GATES = ("short", "long", "softplus")
 GATE_SHIFT = {"short": 0.0, "long": -6.0, "softplus": 0.0}
+# Log-decays of so many nats a token and up to one more, on every channel.
+STEEP_NATS = {"steep-6": 6, "steep-15": 15, "steep-30": 30, "steep-80": 80}
+# Of 80 on every seventh channel and short memory on the others; and for each entry one of STRENGTHS.
+STEEP = (*STEEP_NATS, "steep-some", "steep-mixed")
+STRENGTHS = (0.1, 5, 15, 22, 30, 44, 60, 110)
 FORMS = {
     # The newer name of the state's layout: the old one warns at every call.
     "k3": replace(cases.caller("3-kimi-k3"), layout_keyword="state_v_first"),
@@ -102,8 +108,18 @@ def sweep_rows() -> list[Row]:
     return [goals.get(row, row) for row in dict.fromkeys(over_tokens + over_heads)]
 
 
+def steep_rows() -> list[Row]:
+    """Steep gates of every kind for one shape, some for others, and short memory in the same form of the call."""
+    rows = [Row(1, 8192, 32, gate=gate, call="kimi_linear") for gate in ("short", *STEEP)]
+    for heads, seqlens in ((8, None), (64, None), (96, None), (96, (1024,) * 8)):
+        rows += [Row(1, 8192, heads, seqlens, gate, "kimi_linear") for gate in ("short", "steep-15", "steep-mixed")]
+    return rows
+
+
 def select(which: str) -> list[Row]:
-    """The rows of "main", "sweeps" or "all", the main ones first, none twice."""
+    """The rows of "main", "sweeps" or "all", the main ones first, none twice; or those of "steep"."""
+    if which == "steep":
+        return steep_rows()
     main = main_rows() if which in ("main", "all") else []
     sweeps = sweep_rows() if which in ("sweeps", "all") else []
     return list(dict.fromkeys(main + sweeps))
@@ -130,6 +146,17 @@ def input_bytes(arguments: dict) -> int:
     return sum(x.numel() * x.element_size() for x in arguments.values() if isinstance(x, torch.Tensor))
 
 
+def steep_gates(kind: str, mild: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """Log-decays of one of STEEP, in the place of `mild` ones."""
+    more = torch.rand(mild.shape, generator=random, device=mild.device)
+    if kind == "steep-some":
+        return torch.where(torch.arange(HEAD_DIM, device=mild.device) % 7 == 0, -80 - more, mild)
+    if kind == "steep-mixed":
+        which = torch.randint(len(STRENGTHS), mild.shape, generator=random, device=mild.device)
+        return -torch.tensor(STRENGTHS, device=mild.device)[which] - more
+    return -STEEP_NATS[kind] - more
+
+
 def inputs(row: Row, *, device, seed: int = 0) -> dict:
     """Keywords for `chunk_kda`, drawn on the device."""
     form, random = row.form, torch.Generator(device).manual_seed(seed)
@@ -141,8 +168,11 @@ def inputs(row: Row, *, device, seed: int = 0) -> dict:
     parameters = cases.gate_parameters(form, regime, row.H, HEAD_DIM, torch.Generator().manual_seed(seed))
     A_log, dt_bias = (parameter.to(device) for parameter in parameters)
     arguments = {name: randn(row.B, row.T, row.H, HEAD_DIM).bfloat16() for name in ("q", "k", "v")}
-    noise = randn(row.B, row.T, row.H, HEAD_DIM) + GATE_SHIFT[row.gate]
+    noise = randn(row.B, row.T, row.H, HEAD_DIM) + GATE_SHIFT.get(row.gate, 0.0)
     g = cases.gate_values(form, regime, noise, A_log, dt_bias)
+    if row.gate in STEEP:
+        assert form.gate == "activated", "steep gates are given"
+        g = steep_gates(row.gate, g, random)
     beta = randn(row.B, row.T, row.H)
     arguments["g"] = g.to(form.g_dtype or torch.bfloat16)
     arguments["beta"] = (beta.sigmoid() if form.beta == "sigmoid" else beta).to(form.beta_dtype or torch.bfloat16)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 import types
@@ -68,6 +69,23 @@ def test_sweeps_cover_tokens_and_heads_and_share_the_main_rows():
     short = {(row.T, row.H) for row in table.select("sweeps") if (row.gate, row.call, row.B) == ("short", "k3", 1)}
     assert {(1024 * 2**power, heads) for power in range(8) for heads in (8, 32)} <= short
     assert {(8192, heads) for heads in (4, 8, 16, 32, 48, 64, 96)} <= short
+
+
+@pytest.mark.parametrize("gate", table.STEEP)
+def test_steep_gates_leave_the_exponents_of_fp32_within_16_tokens(gate):
+    arguments = table.inputs(Row(1, 48, 2, gate=gate, call="kimi_linear"), device="cpu")
+    g = arguments["g"].float()
+    steepest = g[:, :16].sum(1).min(dim=-1).values
+    assert (steepest * math.log2(math.e) < -126).all()
+    mild = (g > -5).float().mean()
+    assert 0.8 < mild < 0.9 if gate == "steep-some" else mild < (0.3 if gate == "steep-mixed" else 1e-9)
+
+
+def test_steep_rows_stand_beside_mild_ones_of_the_same_shape():
+    rows = table.select("steep")
+    shapes = {(row.B, row.T, row.H, row.seqlens, row.call) for row in rows if row.gate == "short"}
+    assert {(row.B, row.T, row.H, row.seqlens, row.call) for row in rows if row.gate in table.STEEP} == shapes
+    assert {row.gate for row in rows} == {"short", *table.STEEP}
 
 
 @pytest.mark.parametrize("call, caller", [("k3", "3-kimi-k3"), ("kimi_linear", "1-kimi-linear")])
