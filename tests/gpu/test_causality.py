@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu import DEVICE
-from tests.gpu.test_numbers import activated_call
+from tests.gpu.test_numbers import activated_call, gates_of_every_strength
 from tests.kdakit import cases, compare
 from tests.kdakit.run import run_exactly, run_exactly_in_chunks, run_on_kernels, same_bits
 
@@ -46,6 +46,18 @@ def test_outputs_before_a_changed_token_are_bit_identical(name, gate, future):
         assert same_bits(o[:, :start], changed[:, :start]), f"a future from token {start} on changed the past"
         if future != "nan":
             assert not torch.equal(o[:, start:], changed[:, start:])
+
+
+@pytest.mark.parametrize("heads", [2, 140])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("future", ["other", "steep"])
+def test_outputs_before_a_changed_token_are_bit_identical_after_gates_of_every_strength(future, together, heads):
+    arguments = activated_call(gates_of_every_strength(TOKENS, heads, together))
+    o, _ = run_on_kernels(arguments)
+
+    for start in range(32, 48):
+        changed, _ = run_on_kernels(with_future(arguments, start, future))
+        assert same_bits(o[:, :start], changed[:, :start]), f"a future from token {start} on changed the past"
 
 
 def test_a_later_mild_gate_brings_back_nothing_that_was_forgotten():
