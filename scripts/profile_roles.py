@@ -76,7 +76,7 @@ def read(path: Path) -> tuple[int, list[Instruction]]:
     with path.open(newline="") as file:
         rows = list(csv.reader(file))
     titles = next((row for row in rows if row[:2] == ["Address", "Source"]), None)
-    kernel = re.search(r"chunk_kda_fwd_kernel<\w+, \(bool\)([01])>", " ".join(rows[0]) if rows else "")
+    kernel = re.search(r"chunk_kda_fwd_kernel<\w+, \(kda::sm90::Kernel\)([01])>", " ".join(rows[0]) if rows else "")
     if titles is None or kernel is None:
         raise ValueError(f"{path} is not what `ncu --page source --csv` prints of the kernel")
     columns = [titles.index(name) for name in ("Instructions Executed", "# Samples", "stall_no_inst")]

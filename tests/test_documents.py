@@ -182,16 +182,18 @@ def test_the_changelog_has_an_entry_for_what_is_here():
 def test_constants_in_the_kernel_pages_are_those_of_the_kernels(page, folder):
     text = (ROOT / "docs" / page).read_text()
     config = (ROOT / "csrc" / folder / "chunk_kda_fwd" / "config.cuh").read_text()
-    constants = dict(re.findall(r"constexpr \w+ (k\w+) = (-?[\d.]+)f?;", config))
-    by_blocks = {name: two for name, *two in re.findall(r"(k\w+) = kBlocks == 1 \? (\d+) : (\d+);", config)}
+    constants = dict(re.findall(r"constexpr \w+ (k\w+) = (-?[\d.]+)f?[,;]", config))
+    # What depends on how blocks share the work, in the order in which the page has it.
+    choices = {name: found for name, *found in re.findall(r"(k\w+) = k\w+ == [\w:]+ \? (\d+) : (\d+)[,;]", config)}
     anchor = int(float(constants["kAnchor"]))
     assert f"A = {anchor}" in text and f"G < −{2 * anchor}" in text
-    for stages in by_blocks.get("kStages") or [constants["kStages"]]:
+    for stages in choices.get("kStages") or [constants["kStages"]]:
         assert f"| {stages} stages:" in text
     if folder == "sm90":
-        assert all(f"| {inputs} inputs:" in text for inputs in by_blocks["kInputs"])
+        assert all(f"| {inputs} inputs:" in text for inputs in choices["kInputs"])
         assert f"| {constants['kValues']} × v" in text
-        for registers in zip(*(by_blocks[f"k{role}Registers"] for role in ("Consumer", "Scaler", "Helper")), strict=True):
-            assert f"| {' / '.join(registers)} |" in text
+        roles = [choices[f"k{role}Registers"] for role in ("Consumer", "Scaler", "Helper")]
+        for registers, more in zip(zip(*roles, strict=True), ("", f", and {constants['kSpareRegisters']} for ")):
+            assert f"| {' / '.join(registers)}{more or ' |'}" in text
         assert f"| builders | {constants['kBuilders']}," in text
         assert f"2^−{-int(float(constants['kForgotten']))}" in text
