@@ -23,9 +23,8 @@ GATES = ("short", "long", "softplus")
 GATE_SHIFT = {"short": 0.0, "long": -6.0, "softplus": 0.0}
 # Log-decays of so many nats a token and up to one more, on every channel.
 STEEP_NATS = {"steep-6": 6, "steep-15": 15, "steep-30": 30, "steep-80": 80}
-# Of 80 on every seventh channel and short memory on the others; and for each entry one of STRENGTHS.
+# Of 80 on every seventh channel and short memory on the others; and for each entry one of cases.STRENGTHS.
 STEEP = (*STEEP_NATS, "steep-some", "steep-mixed")
-STRENGTHS = (0.1, 5, 15, 22, 30, 44, 60, 110)
 FORMS = {
     # The newer name of the state's layout: the old one warns at every call.
     "k3": replace(cases.caller("3-kimi-k3"), layout_keyword="state_v_first"),
@@ -152,8 +151,8 @@ def steep_gates(kind: str, mild: torch.Tensor, random: torch.Generator) -> torch
     if kind == "steep-some":
         return torch.where(torch.arange(HEAD_DIM, device=mild.device) % 7 == 0, -80 - more, mild)
     if kind == "steep-mixed":
-        which = torch.randint(len(STRENGTHS), mild.shape, generator=random, device=mild.device)
-        return -torch.tensor(STRENGTHS, device=mild.device)[which] - more
+        which = torch.randint(len(cases.STRENGTHS), mild.shape, generator=random, device=mild.device)
+        return -torch.tensor(cases.STRENGTHS, device=mild.device)[which] - more
     return -STEEP_NATS[kind] - more
 
 

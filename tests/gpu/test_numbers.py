@@ -145,15 +145,12 @@ def test_halves_of_channels_that_become_steep_within_a_chunk_are_exact(channels,
     compare.assert_close(state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state")
 
 
-STRENGTHS = (-0.1, -5.0, -15.0, -22.0, -30.0, -44.0, -60.0, -110.0)
-
-
 def gates_of_every_strength(tokens: int, heads: int, together: bool) -> torch.Tensor:
-    """Activated gates, each at random one of STRENGTHS or a little more; `together`: the same for all channels."""
+    """Activated gates, each at random of one of cases.STRENGTHS; `together`: of the same for all channels."""
     random = torch.Generator().manual_seed(21)
     channels = 1 if together else cases.HEAD_DIM
-    g = torch.tensor(STRENGTHS)[torch.randint(len(STRENGTHS), (1, tokens, heads, channels), generator=random)]
-    return g - torch.rand((1, tokens, heads, cases.HEAD_DIM), generator=random)
+    which = torch.randint(len(cases.STRENGTHS), (1, tokens, heads, channels), generator=random)
+    return -torch.tensor(cases.STRENGTHS)[which] - torch.rand((1, tokens, heads, cases.HEAD_DIM), generator=random)
 
 
 # In a chunk of such gates entries are steep, far below the one before, and yet felt by the next, in every combination.
@@ -170,9 +167,9 @@ def test_gates_of_every_strength_in_one_chunk_are_exact(together, heads):
 
 
 @pytest.mark.parametrize("heads", [2, 140])
-@pytest.mark.parametrize("strength", STRENGTHS)
+@pytest.mark.parametrize("strength", cases.STRENGTHS)
 def test_gates_of_one_strength_are_exact(strength, heads):
-    g = strength - torch.rand((1, 100, heads, cases.HEAD_DIM), generator=torch.Generator().manual_seed(22))
+    g = -strength - torch.rand((1, 100, heads, cases.HEAD_DIM), generator=torch.Generator().manual_seed(22))
     arguments = activated_call(g)
 
     o, state = run_on_kernels(arguments)

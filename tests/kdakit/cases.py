@@ -132,6 +132,10 @@ LAYOUTS: tuple[str, ...] = (
     "varlen-uncovered",  # rows after the last sequence, holding NaN
 )
 
+# Gates of every strength: log-decays of so many nats or a little more. Those from 15 on leave fp32's exponents within 16
+# tokens, and a token that follows feels those below 44.
+STRENGTHS = (0.1, 5.0, 15.0, 22.0, 30.0, 44.0, 60.0, 110.0)
+
 # What the gates look like; for callers whose gate is bounded, "steep" is the bound itself.
 GATES: tuple[str, ...] = (
     "randn",  # spread over the bounded range, or softplus of randn
