@@ -13,8 +13,8 @@ what the time does not suffice for is left out, with a note.
 --json writes a list of {B, T, H, seqlens, gate, call, path, ours_ms, fla_ms, floor_ms, goal_ms, portable_ms, fla_note,
 gpu, date}, null where there is none, and beside it, with the same stem, the same as .csv, the figures as .png and
 -rows.png (of other rows than the steep ones), and .run.json with what belongs to the whole run: versions, copy
-bandwidth, host time of a call. All but the figures are rewritten after every row. Exits with 1 when a row has no time of ours, with 2 where there is no GPU or no
-kernels.
+bandwidth, host time of a call. All but the figures are rewritten after every row. Exits with 1 when a row has no time
+of ours, with 2 where there is no GPU or no kernels.
 """
 
 from __future__ import annotations

@@ -151,8 +151,7 @@ def steep_gates(kind: str, mild: torch.Tensor, random: torch.Generator) -> torch
     if kind == "steep-some":
         return torch.where(torch.arange(HEAD_DIM, device=mild.device) % 7 == 0, -80 - more, mild)
     if kind == "steep-mixed":
-        which = torch.randint(len(cases.STRENGTHS), mild.shape, generator=random, device=mild.device)
-        return -torch.tensor(cases.STRENGTHS, device=mild.device)[which] - more
+        return -cases.any_strength(mild.shape, random) - more
     return -STEEP_NATS[kind] - more
 
 

@@ -166,7 +166,7 @@ def outcomes_of(groups: dict[str, Counter]) -> dict[str, dict[str, int]]:
     }
 
 
-def write_json(record: dict, path: Path) -> None:
+def write_json(record: dict | list, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
 

@@ -2,9 +2,9 @@
 
     python scripts/place_code.py [--write]
 
-Compiles the kernels for each dtype of g, reads which lines of 128 bytes its roles'
-loops take (without what only steep chunks, other gates, short chunks or waiting need), and looks for the empty lines
-before roles with which the fewest of these lie where more than two share their address modulo 8 KB. Prints the lines of
+Compiles the kernels for each dtype of g, reads which lines of 128 bytes its roles' loops take (without what only steep
+chunks, other gates, short chunks or waiting need), and looks for the empty lines before roles with which the fewest of
+these lie where more than two share their address modulo 8 KB. Prints the lines of
 csrc/sm90/chunk_kda_fwd/placement.cuh, and with `--write` puts them there; as room before a role changes the code a
 little, repeat until nothing changes. Needs nvcc, and nvdisasm, which comes with Triton; no GPU.
 """
@@ -34,7 +34,7 @@ KERNELS = {
     "kMaps": ("_maps", ("kTwins", "kPair")),
 }
 ROLES = {"builder": "Builder<", "mover": "Mover<", "scaler": "Scaler<", "consumer": "Consumer<"}
-# What full chunks of gates that are not steep do not execute without waiting, by the source lines that it is inlined at.
+# What full chunks of gates that are not steep do not execute without waiting, by the source lines it is inlined at.
 COLD = (
     "scale_steep<",
     "sum_gates<kMode, true>",

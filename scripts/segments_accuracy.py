@@ -2,13 +2,12 @@
 
     python scripts/segments_accuracy.py [--json segments_accuracy.json]
 
-8192 tokens in every regime of tests/kdakit/accuracy.py, and 131,072 tokens with long memory. Writes a list of {what,
-segments, error_o, error_state}: relative L2 errors. Exits with 1 when a tolerance breaks or a sequence was not cut, with
-2 where there is no GPU or no kernels. Takes about 40 seconds on an H200.
+8192 tokens in every regime of tests/kdakit/accuracy.py, and 131,072 tokens with long memory; the path is witnessed.
+Writes a list of {what, segments, error_o, error_state}: relative L2 errors. Exits with 1 when a tolerance breaks or a
+sequence was not cut, with 2 where there is no GPU or no kernels. Takes about 40 seconds on an H200.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-
-import fla_kda_backend  # noqa: E402
+from scripts.gpu_check import write_json  # noqa: E402
 from tests.kdakit import accuracy, cases, compare  # noqa: E402
-from tests.kdakit.run import OperatorCalls, run_exactly, run_exactly_in_chunks  # noqa: E402
+from tests.kdakit.run import OperatorCalls, run_exactly, run_exactly_in_chunks, run_on_kernels  # noqa: E402
 
 DEVICE = "cuda"
 TOKENS, HEADS = 8192, 4
@@ -31,8 +28,8 @@ LONG_SHIFT = 2
 
 def measure(what: str, arguments: dict, judge: Callable[[dict], tuple]) -> dict:
     """One call on the kernels, judged by `judge`."""
-    with torch.no_grad(), OperatorCalls() as operator:
-        o, state = fla_kda_backend.chunk_kda(**arguments)
+    with OperatorCalls() as operator:
+        o, state = run_on_kernels(arguments)
     exact_o, exact_state = judge(cases.judge_arguments(arguments))
     errors = {"error_o": compare.relative_l2(o, exact_o), "error_state": compare.relative_l2(state, exact_state)}
     return {"what": what, "segments": operator.calls[-1]["segments"]} | errors
@@ -67,7 +64,7 @@ def main() -> int:
     for record in records():
         found.append(record)
         print(record, flush=True)
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(found, options.json)
     return 0 if all(map(is_right, found)) else 1
 
 

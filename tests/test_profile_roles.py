@@ -31,7 +31,8 @@ def profile(tmp_path):
     path = tmp_path / "kernel.csv"
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["Kernel Name", "void chunk_kda_fwd_kernel<__nv_bfloat16, (kda::sm90::Kernel)1>(ChunkKdaFwdParams)", ""])
+        kernel = "void chunk_kda_fwd_kernel<__nv_bfloat16, (kda::sm90::Kernel)1>(ChunkKdaFwdParams)"
+        writer.writerow(["Kernel Name", kernel, ""])
         writer.writerow(TITLES)
         for index, (text, samples, executed, starved) in enumerate(code):
             writer.writerow([hex(0x7F0000000000 + 16 * index), "      " + text, samples, executed, starved])

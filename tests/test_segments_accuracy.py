@@ -18,7 +18,10 @@ def test_the_record_holds_what_the_script_measures(monkeypatch):
     assert all(map(script.is_right, record))
 
 
-@pytest.mark.parametrize("change", [{"segments": 1}, {"error_o": 1e-2}, {"error_state": 1e-2}, {"error_o": float("nan")}])
+WRONG = [{"segments": 1}, {"error_o": 1e-2}, {"error_state": 1e-2}, {"error_o": float("nan")}]
+
+
+@pytest.mark.parametrize("change", WRONG)
 def test_a_sequence_in_one_piece_or_a_wrong_result_is_seen(change):
     (one, *_) = json.loads(RECORD.read_text())
     assert not script.is_right(one | change)

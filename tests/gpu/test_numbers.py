@@ -77,19 +77,22 @@ def activated_call(g: torch.Tensor, seed: int = 2) -> dict:
     return {name: cases.to_device(value, DEVICE) for name, value in arguments.items()}
 
 
+def check_few_terms(arguments: dict) -> None:
+    """Fail unless the kernels are as near the recurrence as results of few terms can be."""
+    o, state = run_on_kernels(arguments)
+
+    exact_o, exact_state = run_exactly(arguments)
+    compare.assert_close(o, exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o")
+    compare.assert_close(state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state")
+
+
 GATES = [0.0, -1e-6, -4.9, -5.46, -5.6, -20.0, -87.0, -104.0, -1000.0, -3e38, -float("inf")]
 
 
 @pytest.mark.parametrize("per_token", GATES)
 def test_constant_gates_of_any_strength_are_exact(per_token):
     # -5.46 a token is where a 16-token prefix leaves fp32's exponents; -87 and -104 where a single token does.
-    arguments = activated_call(torch.full((1, 75, 2, cases.HEAD_DIM), per_token))
-
-    o, state = run_on_kernels(arguments)
-
-    exact_o, exact_state = run_exactly(arguments)
-    compare.assert_close(o, exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o")
-    compare.assert_close(state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state")
+    check_few_terms(activated_call(torch.full((1, 75, 2, cases.HEAD_DIM), per_token)))
 
 
 # The decay of each chunk is one fp32 number next to 1, whose rounding (up to 2^-25 each) adds up over 4096 chunks.
@@ -136,57 +139,33 @@ def test_halves_of_channels_that_become_steep_within_a_chunk_are_exact(channels,
     g = torch.full((1, 44, heads, cases.HEAD_DIM), -0.1)
     steep = torch.arange(44) % 16 >= first
     g[:, steep, :, channels] = -15.0  # neighbours still feel each other
-    arguments = activated_call(g)
-
-    o, state = run_on_kernels(arguments)
-
-    exact_o, exact_state = run_exactly(arguments)
-    compare.assert_close(o, exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o")
-    compare.assert_close(state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state")
+    check_few_terms(activated_call(g))
 
 
 def gates_of_every_strength(tokens: int, heads: int, together: bool) -> torch.Tensor:
     """Activated gates, each at random of one of cases.STRENGTHS; `together`: of the same for all channels."""
     random = torch.Generator().manual_seed(21)
     channels = 1 if together else cases.HEAD_DIM
-    which = torch.randint(len(cases.STRENGTHS), (1, tokens, heads, channels), generator=random)
-    return -torch.tensor(cases.STRENGTHS)[which] - torch.rand((1, tokens, heads, cases.HEAD_DIM), generator=random)
+    strengths = cases.any_strength((1, tokens, heads, channels), random)
+    return -strengths - torch.rand((1, tokens, heads, cases.HEAD_DIM), generator=random)
 
 
 # In a chunk of such gates entries are steep, far below the one before, and yet felt by the next, in every combination.
 @pytest.mark.parametrize("heads", [2, 140])
 @pytest.mark.parametrize("together", [False, True])
 def test_gates_of_every_strength_in_one_chunk_are_exact(together, heads):
-    arguments = activated_call(gates_of_every_strength(300, heads, together))
-
-    o, state = run_on_kernels(arguments)
-
-    exact_o, exact_state = run_exactly(arguments)
-    compare.assert_close(o, exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o")
-    compare.assert_close(state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state")
+    check_few_terms(activated_call(gates_of_every_strength(300, heads, together)))
 
 
 @pytest.mark.parametrize("heads", [2, 140])
 @pytest.mark.parametrize("strength", cases.STRENGTHS)
 def test_gates_of_one_strength_are_exact(strength, heads):
     g = -strength - torch.rand((1, 100, heads, cases.HEAD_DIM), generator=torch.Generator().manual_seed(22))
-    arguments = activated_call(g)
-
-    o, state = run_on_kernels(arguments)
-
-    exact_o, exact_state = run_exactly(arguments)
-    compare.assert_close(o, exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o")
-    compare.assert_close(state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state")
+    check_few_terms(activated_call(g))
 
 
 def test_channels_of_opposite_strength_in_one_chunk_are_exact():
     g = torch.zeros(1, 96, 2, cases.HEAD_DIM)
     g[..., ::2] = -200.0
     g[:, 5::7, :, 1::4] = -30.0
-    arguments = activated_call(g)
-
-    o, state = run_on_kernels(arguments)
-
-    exact_o, exact_state = run_exactly(arguments)
-    compare.assert_close(o, exact_o, compare.CUDA_FORWARD_FEW_TERMS.o, "o")
-    compare.assert_close(state, exact_state, compare.CUDA_FORWARD_FEW_TERMS.state, "final_state")
+    check_few_terms(activated_call(g))

@@ -132,8 +132,8 @@ LAYOUTS: tuple[str, ...] = (
     "varlen-uncovered",  # rows after the last sequence, holding NaN
 )
 
-# Gates of every strength: log-decays of so many nats or a little more. Those from 15 on leave fp32's exponents within 16
-# tokens, and a token that follows feels those below 44.
+# Gates of every strength: log-decays of so many nats or a little more. Those from 15 on leave fp32's exponents within
+# 16 tokens, and a token that follows feels those below 44.
 STRENGTHS = (0.1, 5.0, 15.0, 22.0, 30.0, 44.0, 60.0, 110.0)
 
 # What the gates look like; for callers whose gate is bounded, "steep" is the bound itself.
@@ -345,6 +345,12 @@ def gate_values(
     if form.gate == "activated_bounded" or regime in ("randn", "long-memory"):
         return LOWER_BOUND * torch.sigmoid(rate * biased)
     return -rate * torch.nn.functional.softplus(biased)
+
+
+def any_strength(shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
+    """One of STRENGTHS at random for each entry, on the generator's device."""
+    which = torch.randint(len(STRENGTHS), shape, generator=random, device=random.device)
+    return torch.tensor(STRENGTHS, device=random.device)[which]
 
 
 def steep_pattern(form: Caller, regime: str, noise: torch.Tensor) -> torch.Tensor:
