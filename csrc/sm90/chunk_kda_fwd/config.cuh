@@ -151,7 +151,7 @@ struct alignas(16) Factors {
     float q_norm[kChunk];   // scale / |q|, in the places of norm_index
     float k_norm[kChunk];   // 1 / |k|, likewise
     uint32_t steep[2];      // by half of K: pairs of channels that have steep entries, a bit each
-    uint32_t felt[2];       // of a steep half: what these need (steep_pairs.cuh)
+    uint32_t felt[2];       // in which blocks others may feel these (steep_pairs.cuh)
 };
 
 // All that a chunk's consumers need, where it is: operands by half of K.

@@ -106,7 +106,6 @@ class Scaler {
     __device__ __forceinline__ bool scale_steep(Input& input, const Stage& stage, int rows) const {
         float2 G = make_float2(0.0f, 0.0f);
         SteepChannel channels[2];
-        uint32_t felt = 0;
 #pragma unroll 1
         for (int first = 0; first < kChunk; first += kRows) {
             float2 sum[kRows];
@@ -124,13 +123,12 @@ class Scaler {
                       is_steep(sum[i].y) ? 0.0f : ptx::exp2_approx(-exponent.y));
                 *reinterpret_cast<float2*>(&input.g[decay_index(first + i, channel())]) = sum[i];
             }
-            felt |= (channels[0].add(first, {sum[0].x, sum[1].x, sum[2].x, sum[3].x}) |
-                     channels[1].add(first, {sum[0].y, sum[1].y, sum[2].y, sum[3].y}))
-                    << first;
+            channels[0].add(first, {sum[0].x, sum[1].x, sum[2].x, sum[3].x});
+            channels[1].add(first, {sum[0].y, sum[1].y, sum[2].y, sum[3].y});
             G = sum[kRows - 1];
         }
         store_gamma(stage, G);
-        return SteepPairs(stage, input).prepare(half_, felt, channels);
+        return SteepPairs(stage, input).prepare(half_, channels);
     }
 
     __device__ __forceinline__ void store_gamma(const Stage& stage, const float2& G) const {
