@@ -223,6 +223,15 @@ class Consumer {
     __device__ __forceinline__ void update_state(float (&product)[4][4], uint32_t (&rounded)[2][4][4],
                                                  const Operands& operands, const Stage& stage, const Place& place,
                                                  const Place& next, bool last) {
+        // All that is loaded is loaded here, while nothing keeps the tensor cores busy: what is asked for beside a
+        // wgmma comes when that is done.
+        float2 gamma[2][8], q_norm[2];
+        uint32_t p[3][2];
+        load_gamma(gamma[0], stage, 0), load_gamma(gamma[1], stage, 1);
+        load_factor(p, stage.factors.p);
+        load_norms(q_norm, stage.factors.q_norm);
+        const bool ready = ptx::mbarrier_test(&smem_.built[next.stage.index], next.stage.parity) &
+                           ptx::mbarrier_test(&smem_.values_full[next.slot.index], next.slot.parity);
         // (V - Kd S / |k|)^T as A operands of 8 tokens, the even ones before the odd ones; then U'^T
         uint32_t remainder[2][4];
 #pragma unroll
@@ -240,11 +249,9 @@ class Consumer {
         uint32_t high[4], low[4];
         split_operand(high, low, u[0]);
 
-        float2 gamma[2][8];
         if constexpr (kHasSteep) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                load_gamma(gamma[h], stage, h);
                 if (stage.factors.steep[h]) decay_half(h, gamma[h]);
             }
         }
@@ -257,13 +264,7 @@ class Consumer {
             ptx::wgmma_commit();
         }
         // From here on in the shadow of the update.
-        const bool ready = ptx::mbarrier_test(&smem_.built[next.stage.index], next.stage.parity) &
-                           ptx::mbarrier_test(&smem_.values_full[next.slot.index], next.slot.parity);
-        if constexpr (!kHasSteep) {
-            load_gamma(gamma[0], stage, 0);
-            load_gamma(gamma[1], stage, 1);
-        }
-        write_output(product, u, stage, place.slot.index);
+        write_output(product, u, p, q_norm, place.slot.index);
         const bool all_ready = __all_sync(~0u, ready);
         ptx::wgmma_wait<1>();
         if (!(kHasSteep && stage.factors.steep[0])) decay_half(0, gamma[0]);
@@ -277,10 +278,9 @@ class Consumer {
 
     // O = scale/|q| (Qd S + P U'), the warp's 16 tokens x 16 values, in the place of its v. The mover takes it from
     // there.
-    __device__ __forceinline__ void write_output(float (&product)[4][4], const float (&u)[2][4], const Stage& stage,
-                                                 int slot) const {
-        uint32_t p[3][2], u_words[2][4], packed[4];
-        load_factor(p, stage.factors.p);
+    __device__ __forceinline__ void write_output(float (&product)[4][4], const float (&u)[2][4],
+                                                 const uint32_t (&p)[3][2], const float2 (&q_norm)[2], int slot) const {
+        uint32_t u_words[2][4], packed[4];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -291,8 +291,6 @@ class Consumer {
         }
         float (&out)[2][4] = reinterpret_cast<float (&)[2][4]>(product[2]);
         multiply_triangle(out, u_words, p);
-        float2 q_norm[2];
-        load_norms(q_norm, stage.factors.q_norm);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
