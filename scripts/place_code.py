@@ -43,10 +43,13 @@ COLD = (
     "restore_keys(",
     "load_inputs();  // before v",
     "prefetch_next_block()",
+    "locate_next()",
+    "begin_outputs()",
 )
 # Of the gates' modes the one that models use with each dtype of g; the others are cold.
 MODES = ("run<GateMode::kGiven>(", "run<GateMode::kSoftplus>(", "run<GateMode::kBounded>(")
 USUAL_MODE = {"bf16": "run<GateMode::kBounded>(", "fp32": "run<GateMode::kGiven>("}
+LOOP = re.compile(r"\s*for \(((int )?(chunk|index) = (0|index_);|int chunk = 0;;)")
 # Beyond a consumer's last product there are as many bytes of its loop at most; then come loops of waiting.
 LOOP_END_BYTES = 3300
 
@@ -61,12 +64,13 @@ def source(path: str) -> list[str]:
 
 
 @cache
-def loop_of(path: str) -> range:
-    """The lines of a role's loop over chunks."""
-    text = source(path)
-    start = next(i for i, line in enumerate(text) if re.match(r"\s*for \(int (chunk|index) = (0|index_|pair_);", line))
-    indent = text[start][: len(text[start]) - len(text[start].lstrip())]
-    return range(start + 1, next(i for i in range(start + 1, len(text)) if text[i] == indent + "}") + 2)
+def loop_of(path: str) -> tuple[int, ...]:
+    """The lines of a role's loops over chunks."""
+    text, lines = source(path), []
+    for start in (i for i, line in enumerate(text) if LOOP.match(line)):
+        indent = text[start][: len(text[start]) - len(text[start].lstrip())]
+        lines += range(start + 1, next(i for i in range(start + 1, len(text)) if text[i] == indent + "}") + 2)
+    return tuple(dict.fromkeys(lines))
 
 
 def cold_code(dtype: str) -> tuple[str, ...]:
@@ -78,10 +82,10 @@ def role_of(places: list[tuple[str, int]], cold: tuple[str, ...]) -> str | None:
     texts = [source(path)[line - 1] for path, line in places if path.startswith(str(ROOT)) and line <= len(source(path))]
     if any(one in text for text in texts for one in cold):
         return None
-    for role, name in ROLES.items():
-        if any(name in text and ".run(" in text for text in texts):
-            own = str(FOLDER / f"{role}.cuh")
-            return role if any(path == own and line in loop_of(own) for path, line in places) else None
+    for role in ROLES:
+        own = str(FOLDER / f"{role}.cuh")
+        if any(path == own and line in loop_of(own) for path, line in places):
+            return role
     return None
 
 

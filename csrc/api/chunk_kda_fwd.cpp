@@ -219,7 +219,7 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
                         "chunk_kda_fwd: order needs the Hopper kernel, a packed call of at most ", kMaxOrdered,
                         " sequences and int32");
         params.order =
-            const_cast<int*>(static_cast<const int*>(address(*order, "order", params.num_sequences, device, 4)));
+            const_cast<int*>(static_cast<const int*>(address(*order, "order", params.num_sequences + 1, device, 4)));
     }
 
     const torch::stable::accelerator::DeviceGuard guard(device);

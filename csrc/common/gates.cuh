@@ -45,6 +45,7 @@ struct Gate {
     float slope;  // y = slope g + shift
     float shift;
 
+    Gate() = default;
     __device__ __forceinline__ Gate(const ChunkKdaFwdParams& params, int v_head, int channel) {
         const bool given = params.gate_mode == GateMode::kGiven, bounded = params.gate_mode == GateMode::kBounded;
         const float A = params.A_log && !given ? expf(load_as_float(params.A_log, params.A_log_dtype, v_head)) : 1.0f;

@@ -19,6 +19,11 @@ __device__ __forceinline__ int kept(int x) {
     return __shfl_sync(~0u, x, lane_id());
 }
 
+// x, which is the same in all lanes, in a register that they share: what addresses and loops are made of stays there.
+__device__ __forceinline__ int uniform(int x) {
+    return __reduce_max_sync(~0u, x);
+}
+
 // The block, read anew at each call.
 __device__ __forceinline__ int block_id() {
     int block;

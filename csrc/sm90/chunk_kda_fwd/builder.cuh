@@ -25,24 +25,26 @@ namespace kda::sm90 {
 template <Form kForm>
 class Builder {
  public:
-    __device__ __forceinline__ Builder(const ChunkKdaFwdParams& params, const Work& work, SharedMemory<kForm>& smem,
-                                       int rank, int index)
+    __device__ __forceinline__ Builder(const ChunkKdaFwdParams& params, SharedMemory<kForm>& smem, int rank, int index)
         : params_(params),
-          work_(work),
           smem_(smem),
           own_(smem.blocks[index]),
           lane_(threadIdx.x % 32),
           rank_(rank),
           index_(index),
-          token_((rank + kBlocks * index) * kChunk + lane_),
-          beta_(row_address(params.beta, work, token_, work.v_head)) {}
+          slot_{index},
+          place_{rank + kBlocks * index} {}
 
-    __device__ __forceinline__ void run() {
+    __device__ __forceinline__ void run(const Segment&, const Work& work) {
+        length_ = work.length;
+        token_ = (rank_ + kBlocks * index_) * kChunk + lane_;
+        beta_ = row_address(params_.beta, work, token_, work.v_head);
         uint32_t next_beta = load_next_beta();
-        const int own = own_chunks<kBlocks>(work_.chunks, rank_);
-        ptx::RingPlace<Roles<kForm>::kInputs> slot{index_};
-        ptx::RingPlace<Roles<kForm>::kStages> place{rank_ + kBlocks * index_};
-        for (int index = index_; index < own; index += kBuilders) {
+        const int own = own_chunks<kBlocks>(ptx::uniform(work.chunks), rank_);
+        auto slot = slot_;
+        auto place = place_;
+        int index;
+        for (index = index_; index < own; index += kBuilders) {
             const int chunk = rank_ + kBlocks * index;
             const Stage stage = smem_.stages[place.index];
             const Input& input = smem_.input[slot.index];
@@ -54,7 +56,7 @@ class Builder {
             ptx::mbarrier_wait(&smem_.scaled[place.index], place.parity);  // also: the stage is free
             const bool steep = stage.factors.steep[0] | stage.factors.steep[1];
             if (!steep) release(slot.index);  // only steep pairs need raw rows
-            write_scalars(stage, products, beta_bits, min(work_.length - chunk * kChunk, kChunk));
+            write_scalars(stage, products, beta_bits, min(length_ - chunk * kChunk, kChunk));
             float L[2][4] = {}, P[2][4] = {};  // columns 0..7, 8..15
             if (__builtin_expect(steep, false)) SteepPairs(stage, input).find(L, P);
             multiply(L, P, stage);
@@ -73,6 +75,7 @@ class Builder {
             slot.advance(kBuilders);
             place.advance(kBlocks * kBuilders);
         }
+        index_ = index - own, slot_ = slot, place_ = place;
     }
 
  private:
@@ -95,7 +98,7 @@ class Builder {
     // The bits of the lane's token in the builder's next chunk; whatever computes with them would wait for them here.
     __device__ __forceinline__ uint32_t load_next_beta() {
         uint32_t bits = 0;
-        if (lane_ < kChunk && token_ < uint32_t(work_.length)) bits = load_beta(params_, beta_);
+        if (lane_ < kChunk && token_ < uint32_t(length_)) bits = load_beta(params_, beta_);
         token_ += kBlocks * kBuilders * kChunk, beta_ += kBlocks * kBuilders * kChunk * params_.beta.token_bytes;
         return bits;
     }
@@ -309,10 +312,12 @@ class Builder {
     }
 
     const ChunkKdaFwdParams& params_;
-    const Work& work_;
     SharedMemory<kForm>& smem_;
     Blocks& own_;
-    const int lane_, rank_, index_;
+    const int lane_, rank_;
+    int length_, index_;  // of the work's own chunks, the builder's next one
+    ptx::RingPlace<Roles<kForm>::kInputs> slot_;
+    ptx::RingPlace<Roles<kForm>::kStages> place_;
     uint32_t token_;  // of the next beta that the lane loads, and its address
     const char* beta_;
 };

@@ -62,6 +62,10 @@ struct Roles {
 };
 constexpr int kZeroingBlocks = 64;  // extra blocks of a packed call, which clear the rows of no sequence
 
+KDA_HOST_DEVICE inline int zeroing_blocks(const ChunkKdaFwdParams& params) {
+    return params.cu_seqlens && !goes_on(params) ? kZeroingBlocks : 0;
+}
+
 // Which of a launch's works is this block's. Pairs of blocks come first.
 template <Form kForm>
 __device__ __forceinline__ unsigned work_of_block(const ChunkKdaFwdParams& params) {
@@ -188,6 +192,15 @@ struct alignas(16) Blocks {
     float beta[kChunk];
 };
 
+// What a block works on.
+struct Located {
+    Segment segment;
+    Work work;  // of -1 chunks: nothing, all is done
+};
+
+// Single blocks stay and go on to other works, and roles are in different ones. Room for so many.
+constexpr int kLocated = 4;
+
 template <Form kForm>
 struct SharedMemory {
     using Roles = Roles<kForm>;
@@ -196,8 +209,9 @@ struct SharedMemory {
     Input input[Roles::kInputs];
     alignas(16) uint8_t values[Roles::kValues][kChunk * Roles::kValueRowBytes];  // v of one chunk, and then its o
     Blocks blocks[kBuilders];
-    Segment segment;  // the block's own, and what it covers, for consumers, which keep nothing in registers
-    Work work;
+    Located located[kLocated];
+    uint64_t located_full[kLocated];
+    uint64_t located_empty[kLocated];     // of all roles but the mover
     uint64_t first_loads;                 // the first rows are on their way
     uint64_t input_full[Roles::kInputs];  // q, k, g
     uint64_t input_empty[Roles::kInputs];

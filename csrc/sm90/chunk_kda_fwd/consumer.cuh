@@ -36,12 +36,13 @@ class Consumer {
           factor_offset_(ptx::kept(8 * lane_)),
           four_(ptx::kept(4 * (lane_ % 4))) {}
 
-    __device__ __forceinline__ void run(int chunks) {
+    __device__ __forceinline__ void run(const Segment& segment, const Work& work) {
         // The first rows are waited for longest. Behind all loads of a state they would come thousands of clocks later.
         ptx::mbarrier_wait(&smem_.first_loads, 0);
-        load_state(smem_.segment, smem_.work);
+        load_state(segment, work);
+        const int chunks = ptx::uniform(work.chunks);
         if (chunks > 0) run_chunks(chunks);
-        store_state(smem_.segment, smem_.work);
+        store_state(segment, work);
     }
 
  private:
@@ -143,7 +144,7 @@ class Consumer {
     };
 
     __device__ __forceinline__ void run_chunks(int chunks) {
-        Place next;
+        Place next = next_;
         uint32_t rounded[2][4][4];  // the state in bf16, A operands of 16 channels each
         round_half(rounded[0], 0), round_half(rounded[1], 1);
         wait_for(next);
@@ -167,6 +168,7 @@ class Consumer {
             __syncwarp();
             if (ptx::arrives(lane_)) leave(place.stage.index);
         }
+        next_ = next;
     }
 
     // To the scalers that will fill the stage again: those of always the same block, since their number divides
@@ -354,6 +356,7 @@ class Consumer {
     // Of the lane: its row of v or o, its B operands in a tile of a factor, and its first of four columns.
     const int values_offset_, factor_offset_, four_;
     float state_[2][32];
+    Place next_;
 };
 
 }  // namespace kda::sm90

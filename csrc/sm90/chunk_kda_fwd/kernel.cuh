@@ -27,6 +27,11 @@ __device__ __forceinline__ void init_barriers(SharedMemory<kForm>& smem) {
     constexpr int kBlocks = Roles::kBlocks;
     using ptx::kArrivalsOfWarp;
     ptx::mbarrier_init(&smem.first_loads, kArrivalsOfWarp);
+    for (int i = 0; i < kLocated; ++i) {
+        ptx::mbarrier_init(&smem.located_full[i], 1);
+        ptx::mbarrier_init(&smem.located_empty[i],
+                           (Roles::kConsumerWarps + 2 * kScalerPairs + kBuilders) * kArrivalsOfWarp);
+    }
     for (int i = 0; i < Roles::kInputs; ++i) {
         ptx::mbarrier_init(&smem.input_full[i], 32);                    // the mover's lanes
         ptx::mbarrier_init(&smem.input_empty[i], 3 * kArrivalsOfWarp);  // two scalers, one builder
@@ -44,6 +49,25 @@ __device__ __forceinline__ void init_barriers(SharedMemory<kForm>& smem) {
     ptx::mbarrier_init_fence();
 }
 
+// Runs a role for the block's works, one after the other.
+template <bool kStays, Form kForm, typename Role>
+__device__ __forceinline__ void run_works(SharedMemory<kForm>& smem, Role& role) {
+    if constexpr (!kStays) {
+        role.run(smem.located[0].segment, smem.located[0].work);
+    } else {
+        ptx::RingPlace<kLocated> place;
+        for (;;) {
+            ptx::mbarrier_wait(&smem.located_full[place.index], place.parity);
+            const Located& located = smem.located[place.index];
+            if (ptx::uniform(located.work.chunks) < 0) return;
+            role.run(located.segment, located.work);
+            __syncwarp();
+            if (ptx::arrives(threadIdx.x % 32)) ptx::mbarrier_arrive(&smem.located_empty[place.index]);
+            place.advance();
+        }
+    }
+}
+
 template <typename GateT, Kernel kKernel, Form kForm>
 __device__ __forceinline__ void run_work(const ChunkKdaFwdParams& params, void* shared) {
     using Roles = Roles<kForm>;
@@ -55,7 +79,11 @@ __device__ __forceinline__ void run_work(const ChunkKdaFwdParams& params, void* 
     if (params.order) ptx::wait_for_previous_launch();  // which finds it
     const Segment segment = locate_segment(params, work_of_block<kForm>(params));
     const Work work = cut_segment(params, segment);
-    if (threadIdx.x == 0) smem.segment = segment, smem.work = work;
+    constexpr bool kStays = kKernel == Kernel::kSingles;
+    if (threadIdx.x == 0) {
+        smem.located[0] = {segment, work};
+        if constexpr (kStays) ptx::mbarrier_arrive(&smem.located_full[0]);
+    }
     if constexpr (kBlocks == 1)
         __syncthreads();
     else
@@ -67,20 +95,26 @@ __device__ __forceinline__ void run_work(const ChunkKdaFwdParams& params, void* 
         ptx::grow_registers<Roles::kConsumerRegisters>();
         if (never) ptx::skip_instructions<kLine * placement.consumer>();
         const int part = rank % Roles::kParts;
-        Consumer<kForm>(params, smem, part * Roles::kConsumerWarps + warp).run(work.chunks);
+        Consumer<kForm> consumer(params, smem, part * Roles::kConsumerWarps + warp);
+        run_works<kStays>(smem, consumer);
     } else if (producer < 2 * kScalerPairs) {
         ptx::shrink_registers<Roles::kScalerRegisters>();
         if (never) ptx::skip_instructions<kLine * placement.scaler>();
-        Scaler<GateT, kForm>(params, work, smem, rank, producer).run();
+        Scaler<GateT, kForm> scaler(params, smem, rank, producer);
+        run_works<kStays>(smem, scaler);
     } else if (producer < 2 * kScalerPairs + 4) {
         ptx::shrink_registers<Roles::kHelperRegisters>();
         const int helper = producer - 2 * kScalerPairs;
         if (helper == 0) {
             if (never) ptx::skip_instructions<kLine * placement.mover>();
             constexpr Moves kMoves = Roles::kSpareGroups > 0 ? Moves::kInputs : Moves::kAll;
-            Mover<GateT, kForm, kMoves>(params, segment, work, smem, rank).run();
+            if constexpr (kStays)
+                StayingMover<GateT>(params, smem).run();
+            else
+                Mover<GateT, kForm, kMoves>(params, segment, work, smem, rank).run();
         } else {
-            Builder<kForm>(params, work, smem, rank, helper - 1).run();
+            Builder<kForm> builder(params, smem, rank, helper - 1);
+            run_works<kStays>(smem, builder);
         }
     } else if constexpr (Roles::kSpareGroups > 0) {
         ptx::shrink_registers<Roles::kSpareRegisters>();
@@ -97,12 +131,13 @@ __global__ void __cluster_dims__(kKernel == Kernel::kSingles ? 1 : 2, 1, 1) __la
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     if (is_gone_on_from(params)) ptx::allow_next_launch();  // what others launch waits for all of this one
     constexpr bool kHasPairs = kKernel != Kernel::kSingles;
-    const int64_t paired = kHasPairs ? params.paired : 0, blocks = blocks_of_pass(params);
+    const int64_t paired = kHasPairs ? params.paired : 0;
+    const int64_t blocks = kHasPairs ? blocks_of_pass(params) : gridDim.x - zeroing_blocks(params);
     if (blockIdx.x >= blocks)
         zero_uncovered_rows(params, blockIdx.x - blocks, gridDim.x - blocks);
     else if (kHasPairs && blockIdx.x < 2 * paired)
         run_work<GateT, kKernel, kHasPairs ? Form::kPair : Form::kSingle>(params, shared_bytes);
-    else if (blockIdx.x < works_of_pass(params) + paired)
+    else if (!kHasPairs || blockIdx.x < works_of_pass(params) + paired)
         run_work<GateT, kKernel, kKernel == Kernel::kMaps ? Form::kTwins : Form::kSingle>(params, shared_bytes);
 }
 
@@ -117,7 +152,16 @@ cudaError_t launch(const ChunkKdaFwdParams& params, cudaStream_t stream) {
     if (error != cudaSuccess) return error;
     // Rows of no sequence are cleared once, with the first outputs.
     static_assert(kZeroingBlocks % 2 == 0);
-    const int64_t blocks = blocks_of_pass(params) + (params.cu_seqlens && !goes_on(params) ? kZeroingBlocks : 0);
+    int64_t working = blocks_of_pass(params);
+    if (kKernel == Kernel::kSingles) {
+        int device, multiprocessors;
+        cudaError_t unknown = cudaGetDevice(&device);
+        if (unknown == cudaSuccess)
+            unknown = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+        if (unknown != cudaSuccess) return unknown;
+        working = std::min(working, int64_t(multiprocessors));
+    }
+    const int64_t blocks = working + zeroing_blocks(params);
     if (blocks == 0) return cudaSuccess;
     return launch_kernel(goes_on(params) || params.order, kernel, unsigned(blocks), kThreads, kBytes, params, stream);
 }

@@ -37,9 +37,9 @@ class RowLoader {
     }
 
  private:
-    const int64_t stride_;
-    const int first_row_, column_;
-    const int64_t left_out_;
+    int64_t stride_;
+    int first_row_, column_;
+    int64_t left_out_;
     const char* source_;
 };
 
@@ -187,6 +187,196 @@ class Mover {
     char* output_;    // the lane's first piece of the chunk to store next
     int loaded_ = 0;  // inputs so far
     ptx::RingPlace<kInputs> slot_;
+};
+
+// The mover of a block that stays: it takes the next work when it begins with the last one's rows, and its own three
+// tasks, to load q, k and g, to load v, and to store o, are in different works as well.
+template <typename GateT>
+class StayingMover {
+ public:
+    __device__ __forceinline__ StayingMover(const ChunkKdaFwdParams& params, SharedMemory<Form::kSingle>& smem)
+        : params_(params), smem_(smem), lane_(threadIdx.x % 32), blocks_(gridDim.x - zeroing_blocks(params)) {}
+
+    __device__ __forceinline__ void run() {
+        bool begun = false;
+        ptx::RingPlace<kValues> place;
+        for (int chunk = 0;;) {
+            while (!all_located_ && located_ < outputs_.works + kLocated && has_room()) locate_next();
+            while (enter(inputs_) &&
+                   (inputs_.loaded < (begun ? chunk + kAhead : kScalerPairs) || (begun && next_input_is_free())))
+                load_inputs();
+            while (values_.loaded < chunk + kValues && enter(values_)) load_values();
+            if (!begun) {
+                if (ptx::arrives(lane_)) ptx::mbarrier_arrive(&smem_.first_loads);
+                begun = true;
+                continue;
+            }
+            if (!enter(outputs_)) {
+                if (outputs_.ended) break;
+                continue;
+            }
+            if (inputs_.loaded <= chunk || values_.loaded <= chunk) continue;
+            if (outputs_.chunk == 0) begin_outputs();
+            ptx::mbarrier_wait(&smem_.values_done[place.index], place.parity);
+            store_output(place.index);
+            __syncwarp();
+            ++outputs_.chunk, ++chunk;
+            place.advance();
+        }
+    }
+
+ private:
+    static constexpr Form kForm = Form::kSingle;
+    static constexpr int kInputs = Roles<kForm>::kInputs, kValues = Roles<kForm>::kValues;
+    static constexpr int kRow = kHeadDim * 2, kGateRow = kHeadDim * int(sizeof(GateT));
+    static constexpr int kPieces = kRow / 16, kValueRowBytes = Roles<kForm>::kValueRowBytes;
+    static constexpr int kAhead = kInputs + 2;
+
+    // Where one of the tasks is.
+    struct Task {
+        int works = 0;                          // that it has entered
+        int chunk = 0, chunks = 0, length = 0;  // of the last one
+        int loaded = 0;                         // chunks of all works
+        bool ended = false;
+    };
+
+    // Whether the task has a chunk to do, in this work or another that is located.
+    __device__ __forceinline__ bool enter(Task& task) {
+        while (task.chunk == task.chunks && !task.ended && task.works < located_) {
+            const Work& work = smem_.located[task.works % kLocated].work;
+            task.chunk = 0, task.chunks = ptx::uniform(work.chunks), task.length = ptx::uniform(work.length);
+            task.ended = task.chunks < 0;
+            if (task.ended) task.chunks = 0;
+            ++task.works;
+        }
+        return task.chunk < task.chunks;
+    }
+
+    __device__ __forceinline__ bool has_room() const {
+        return __all_sync(~0u,
+                          ptx::mbarrier_test(&smem_.located_empty[located_ % kLocated], located_ / kLocated % 2 ^ 1));
+    }
+
+    __device__ __forceinline__ void locate_next() {
+        const int slot = located_ % kLocated;
+        next_ = params_.order ? 0 : next_ + blocks_;
+        if (params_.order) {
+            if (lane_ == 0) next_ = atomicAdd(params_.order + params_.num_sequences, 1) + blocks_;
+            next_ = __shfl_sync(~0u, next_, 0);
+        }
+        Located located;
+        located.work.chunks = -1;
+        const bool is_work = next_ < works_of_pass(params_);
+        if (is_work) {
+            located.segment = locate_segment(params_, next_);
+            located.work = cut_segment(params_, located.segment);
+        }
+        if (lane_ == 0) {
+            smem_.located[slot] = located;
+            ptx::mbarrier_arrive(&smem_.located_full[slot]);
+        }
+        if (is_work) prefetch(located.work);
+        __syncwarp();
+        ++located_;
+        all_located_ = !is_work;
+    }
+
+    // The state, which is waited for once all chunks before it are done.
+    __device__ __forceinline__ void prefetch(const Work& work) const {
+        constexpr int kState = kHeadDim * kHeadDim;
+        if (lane_ == 0 && params_.initial_state && params_.pass == Pass::kWhole)
+            ptx::prefetch_bulk(params_.initial_state + work.state * kState, kState * sizeof(float));
+    }
+
+    __device__ __forceinline__ bool next_input_is_free() const {
+        return __all_sync(~0u, ptx::mbarrier_test(&smem_.input_empty[slot_.index], slot_.parity ^ 1));
+    }
+
+    // The lane's piece of a work's first rows.
+    template <int kBytes>
+    __device__ __forceinline__ const char* first_row(const Rows& rows, const Work& work, int head) const {
+        return row_address(rows, work, lane_ / (kBytes / 16), head) + lane_ % (kBytes / 16) * 16;
+    }
+
+    // As RowLoader.
+    template <int kBytes, int kPitch, int kSecondHalf = kBytes / 2>
+    __device__ __forceinline__ void load(const char*& source, const Rows& rows, void* shared, int valid) const {
+        constexpr int kStep = 32 * 16 / kBytes;
+        const int row0 = lane_ / (kBytes / 16);
+        int column = lane_ % (kBytes / 16) * 16;
+        column = column < kBytes / 2 ? column : column - kBytes / 2 + kSecondHalf;
+        const uint32_t target = ptx::shared_address(shared) + row0 * kPitch + column;
+#pragma unroll
+        for (int row = 0; row < kChunk; row += kStep) {
+            ptx::cp_async_16(target + row * kPitch, source, row + row0 < valid);
+            source += kStep * rows.token_bytes;
+        }
+    }
+
+    __device__ __forceinline__ void load_inputs() {
+        if (inputs_.chunk == 0) {
+            const Work& work = smem_.located[(inputs_.works - 1) % kLocated].work;
+            q_ = first_row<kRow>(params_.q, work, work.qk_head);
+            k_ = first_row<kRow>(params_.k, work, work.qk_head);
+            g_ = first_row<kGateRow>(params_.g, work, work.v_head);
+        }
+        const int rows = min(inputs_.length - inputs_.chunk * kChunk, kChunk);
+        Input& input = smem_.input[slot_.index];
+        ptx::mbarrier_wait(&smem_.input_empty[slot_.index], slot_.parity ^ 1);
+        load<kRow, kRowBytes>(q_, params_.q, input.q, rows);
+        load<kRow, kRowBytes>(k_, params_.k, input.k, rows);
+        load<kGateRow, kHeadDim * 4, kHeadDim * 2>(g_, params_.g, input.g, rows);
+        ptx::mbarrier_arrive_after_copies(&smem_.input_full[slot_.index]);
+        ++inputs_.chunk, ++inputs_.loaded;
+        slot_.advance();
+    }
+
+    __device__ __forceinline__ void load_values() {
+        if (values_.chunk == 0) {
+            const Work& work = smem_.located[(values_.works - 1) % kLocated].work;
+            v_ = first_row<kRow>(params_.v, work, work.v_head);
+        }
+        const int slot = values_.loaded % kValues;
+        load<kRow, kValueRowBytes>(v_, params_.v, smem_.values[slot],
+                                   min(values_.length - values_.chunk * kChunk, kChunk));
+        ptx::mbarrier_arrive_after_copies(&smem_.values_full[slot]);
+        ++values_.chunk, ++values_.loaded;
+    }
+
+    __device__ __forceinline__ void begin_outputs() {
+        const Work& work = smem_.located[(outputs_.works - 1) % kLocated].work;
+        output_ = static_cast<char*>(params_.o) +
+                  (work.output_row + lane_ / kPieces) * (int64_t(params_.num_v_heads) * kRow) + work.v_head * kRow +
+                  lane_ % kPieces * 16;
+    }
+
+    __device__ __forceinline__ void store_output(int slot) {
+        constexpr int kStep = 32 / kPieces;  // rows a pass
+        const uint8_t* source = smem_.values[slot] + lane_ / kPieces * kValueRowBytes + lane_ % kPieces * 16;
+        uint4 rows[kChunk / kStep];
+#pragma unroll
+        for (int i = 0; i < kChunk / kStep; ++i) {
+            rows[i] = *reinterpret_cast<const uint4*>(source + i * kStep * kValueRowBytes);
+        }
+#pragma unroll
+        for (int i = 0; i < kChunk / kStep; ++i) {
+            if (outputs_.chunk * kChunk + i * kStep + lane_ / kPieces < outputs_.length)
+                *reinterpret_cast<uint4*>(output_) = rows[i];
+            output_ += kStep * int64_t(params_.num_v_heads) * kRow;
+        }
+    }
+
+    const ChunkKdaFwdParams& params_;
+    SharedMemory<kForm>& smem_;
+    const int lane_;
+    const unsigned blocks_;
+    unsigned next_ = blockIdx.x;
+    int located_ = 1;
+    bool all_located_ = false;
+    Task inputs_, values_, outputs_;
+    ptx::RingPlace<kInputs> slot_;
+    const char *q_, *k_, *g_, *v_;
+    char* output_;
 };
 
 }  // namespace kda::sm90

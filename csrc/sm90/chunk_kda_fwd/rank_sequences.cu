@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(kMaxRankedSequences)
     int rank = 0;
     for (int i = 0; i < sequences; ++i) rank += lengths[i] > lengths[own] || (lengths[i] == lengths[own] && i < own);
     params.order[rank] = own;
+    if (own == 0) params.order[sequences] = 0;
 }
 
 }  // namespace

@@ -18,20 +18,23 @@ namespace kda::sm90 {
 template <typename GateT, Form kForm>
 class Scaler {
  public:
-    __device__ __forceinline__ Scaler(const ChunkKdaFwdParams& params, const Work& work, SharedMemory<kForm>& smem,
-                                      int rank, int warp)
+    __device__ __forceinline__ Scaler(const ChunkKdaFwdParams& params, SharedMemory<kForm>& smem, int rank, int warp)
         : params_(params),
-          work_(work),
           smem_(smem),
           rank_(rank),
           lane_(threadIdx.x % 32),
           half_(warp % 2),
           pair_(warp / 2),
           column_(half_tile_offset(0, operand_column(2 * lane_))),
-          gate_{Gate(params, work.v_head, 64 * half_ + 2 * lane_),
-                Gate(params, work.v_head, 64 * half_ + 2 * lane_ + 1)} {}
+          index_(pair_),
+          slot_{pair_},
+          place_{rank_ + kBlocks * pair_, 1} {}
 
-    __device__ __forceinline__ void run() const {
+    __device__ __forceinline__ void run(const Segment&, const Work& work) {
+        length_ = work.length;
+        own_ = own_chunks<kBlocks>(ptx::uniform(work.chunks), rank_);
+        gate_[0] = Gate(params_, work.v_head, 64 * half_ + 2 * lane_);
+        gate_[1] = Gate(params_, work.v_head, 64 * half_ + 2 * lane_ + 1);
         switch (params_.gate_mode) {
             case GateMode::kGiven: run<GateMode::kGiven>(); break;
             case GateMode::kSoftplus: run<GateMode::kSoftplus>(); break;
@@ -45,17 +48,18 @@ class Scaler {
     static_assert(kChunk % kRows == 0);
 
     template <GateMode kMode>
-    __device__ __forceinline__ void run() const {
+    __device__ __forceinline__ void run() {
         bool steep = false;  // whether the last chunk was
-        const int own = own_chunks<kBlocks>(work_.chunks, rank_);
-        ptx::RingPlace<Roles<kForm>::kInputs> slot{pair_};
-        ptx::RingPlace<Roles<kForm>::kStages> place{rank_ + kBlocks * pair_, 1};
-        for (int index = pair_; index < own; index += kScalerPairs) {
+        const int own = own_;
+        auto slot = slot_;
+        auto place = place_;
+        int index;
+        for (index = index_; index < own; index += kScalerPairs) {
             Input& input = smem_.input[slot.index];
             const Stage stage = smem_.stages[place.index];
             ptx::mbarrier_wait(&smem_.input_full[slot.index], slot.parity);
             ptx::mbarrier_wait(&smem_.stage_empty[place.index], place.parity);
-            const int rows = min(work_.length - (rank_ + kBlocks * index) * kChunk, kChunk);
+            const int rows = min(length_ - (rank_ + kBlocks * index) * kChunk, kChunk);
             // Steep chunks follow one another: after one, the next is at once taken for one.
             if (__builtin_expect(!steep, true)) steep = scale_mild<kMode>(input, stage, rows);
             if (__builtin_expect(steep, false)) steep = scale_steep<kMode>(input, stage, rows);
@@ -68,6 +72,7 @@ class Scaler {
             slot.advance(kScalerPairs);
             place.advance(kBlocks * kScalerPairs);
         }
+        index_ = index - own, slot_ = slot, place_ = place;
     }
 
     // Whether an entry is steep, so that all has to be done again.
@@ -204,11 +209,13 @@ class Scaler {
     }
 
     const ChunkKdaFwdParams& params_;
-    const Work& work_;
     SharedMemory<kForm>& smem_;
     const int rank_, lane_, half_, pair_;
     const int column_;  // where the lane's channels are in the first row of an operand
-    const Gate gate_[2];
+    Gate gate_[2];
+    int length_, own_, index_;  // of the work's own chunks, the pair's next one
+    ptx::RingPlace<Roles<kForm>::kInputs> slot_;
+    ptx::RingPlace<Roles<kForm>::kStages> place_;
 };
 
 }  // namespace kda::sm90
