@@ -43,13 +43,14 @@ COLD = (
     "restore_keys(",
     "load_inputs();  // before v",
     "prefetch_next_block()",
-    "locate_next()",
-    "begin_outputs()",
+    "locate_next(",
+    "begin_inputs(",
+    "begin_values(",
 )
 # Of the gates' modes the one that models use with each dtype of g; the others are cold.
 MODES = ("run<GateMode::kGiven>(", "run<GateMode::kSoftplus>(", "run<GateMode::kBounded>(")
 USUAL_MODE = {"bf16": "run<GateMode::kBounded>(", "fp32": "run<GateMode::kGiven>("}
-LOOP = re.compile(r"\s*for \(((int )?(chunk|index) = (0|index_);|int chunk = 0;;)")
+LOOP = re.compile(r"\s*for \(((int )?(chunk|index) = (0|index_);|int work = 0;;)")
 # Beyond a consumer's last product there are as many bytes of its loop at most; then come loops of waiting.
 LOOP_END_BYTES = 3300
 

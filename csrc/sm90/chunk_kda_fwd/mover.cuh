@@ -11,6 +11,8 @@ namespace kda::sm90 {
 // One lane's part of the rows of one input.
 class RowLoader {
  public:
+    RowLoader() = default;
+
     // `row_bytes` of each row, from byte `first` on; of every `step`-th chunk, from `chunk` on.
     __device__ __forceinline__ RowLoader(const Rows& rows, const Work& work, int head, int row_bytes, int lane,
                                          int first, int chunk, int step)
@@ -189,8 +191,7 @@ class Mover {
     ptx::RingPlace<kInputs> slot_;
 };
 
-// The mover of a block that stays: it takes the next work when it begins with the last one's rows, and its own three
-// tasks, to load q, k and g, to load v, and to store o, are in different works as well.
+// The mover of a block that stays. While it waits for a work's last chunks, it loads the first inputs of the next one.
 template <typename GateT>
 class StayingMover {
  public:
@@ -198,30 +199,37 @@ class StayingMover {
         : params_(params), smem_(smem), lane_(threadIdx.x % 32), blocks_(gridDim.x - zeroing_blocks(params)) {}
 
     __device__ __forceinline__ void run() {
-        bool begun = false;
+        begin_inputs(0);
+        while (ahead_ < kScalerPairs && inputs_left_ > 0) load_inputs();
+        if (ptx::arrives(lane_)) ptx::mbarrier_arrive(&smem_.first_loads);
         ptx::RingPlace<kValues> place;
-        for (int chunk = 0;;) {
-            while (!all_located_ && located_ < outputs_.works + kLocated && has_room()) locate_next();
-            while (enter(inputs_) &&
-                   (inputs_.loaded < (begun ? chunk + kAhead : kScalerPairs) || (begun && next_input_is_free())))
-                load_inputs();
-            while (values_.loaded < chunk + kValues && enter(values_)) load_values();
-            if (!begun) {
-                if (ptx::arrives(lane_)) ptx::mbarrier_arrive(&smem_.first_loads);
-                begun = true;
-                continue;
+        for (int work = 0;; ++work) {
+            const int chunks = ptx::uniform(smem_.located[work % kLocated].work.chunks);
+            if (chunks < 0) break;
+            begin_values(work % kLocated);
+            ptx::RingPlace<kValues> next = place;
+            for (int chunk = 0; chunk < min(kValues, chunks); ++chunk) {
+                load_values(chunk, next.index);
+                next.advance();
             }
-            if (!enter(outputs_)) {
-                if (outputs_.ended) break;
-                continue;
+            locate_next((work + 1) % kLocated, (work + 1) / kLocated % 2);
+            if (inputs_left_ == 0) begin_inputs((work + 1) % kLocated);
+            bool in_next = ahead_ >= chunks;
+            for (int chunk = 0; chunk < chunks; ++chunk) {
+                while (inputs_left_ > 0 && (ahead_ < kAhead || next_input_is_free())) {
+                    load_inputs();
+                    if (inputs_left_ == 0 && !in_next) {
+                        begin_inputs((work + 1) % kLocated);
+                        in_next = true;
+                    }
+                }
+                ptx::mbarrier_wait(&smem_.values_done[place.index], place.parity);
+                store_output(chunk, place.index);
+                __syncwarp();
+                if (chunk + kValues < chunks) load_values(chunk + kValues, place.index);
+                place.advance();
+                --ahead_;
             }
-            if (inputs_.loaded <= chunk || values_.loaded <= chunk) continue;
-            if (outputs_.chunk == 0) begin_outputs();
-            ptx::mbarrier_wait(&smem_.values_done[place.index], place.parity);
-            store_output(place.index);
-            __syncwarp();
-            ++outputs_.chunk, ++chunk;
-            place.advance();
         }
     }
 
@@ -232,37 +240,13 @@ class StayingMover {
     static constexpr int kPieces = kRow / 16, kValueRowBytes = Roles<kForm>::kValueRowBytes;
     static constexpr int kAhead = kInputs + 2;
 
-    // Where one of the tasks is.
-    struct Task {
-        int works = 0;                          // that it has entered
-        int chunk = 0, chunks = 0, length = 0;  // of the last one
-        int loaded = 0;                         // chunks of all works
-        bool ended = false;
-    };
-
-    // Whether the task has a chunk to do, in this work or another that is located.
-    __device__ __forceinline__ bool enter(Task& task) {
-        while (task.chunk == task.chunks && !task.ended && task.works < located_) {
-            const Work& work = smem_.located[task.works % kLocated].work;
-            task.chunk = 0, task.chunks = ptx::uniform(work.chunks), task.length = ptx::uniform(work.length);
-            task.ended = task.chunks < 0;
-            if (task.ended) task.chunks = 0;
-            ++task.works;
-        }
-        return task.chunk < task.chunks;
-    }
-
-    __device__ __forceinline__ bool has_room() const {
-        return __all_sync(~0u,
-                          ptx::mbarrier_test(&smem_.located_empty[located_ % kLocated], located_ / kLocated % 2 ^ 1));
-    }
-
-    __device__ __forceinline__ void locate_next() {
-        const int slot = located_ % kLocated;
-        next_ = params_.order ? 0 : next_ + blocks_;
+    __device__ __forceinline__ void locate_next(int slot, int parity) {
         if (params_.order) {
-            if (lane_ == 0) next_ = atomicAdd(params_.order + params_.num_sequences, 1) + blocks_;
-            next_ = __shfl_sync(~0u, next_, 0);
+            int next = 0;
+            if (lane_ == 0) next = atomicAdd(params_.order + params_.num_sequences, 1);
+            next_ = ptx::uniform(next) + blocks_;
+        } else {
+            next_ += blocks_;
         }
         Located located;
         located.work.chunks = -1;
@@ -270,87 +254,58 @@ class StayingMover {
         if (is_work) {
             located.segment = locate_segment(params_, next_);
             located.work = cut_segment(params_, located.segment);
+            constexpr int kState = kHeadDim * kHeadDim;
+            if (lane_ == 0 && params_.initial_state && params_.pass == Pass::kWhole)
+                ptx::prefetch_bulk(params_.initial_state + located.work.state * kState, kState * sizeof(float));
         }
+        ptx::mbarrier_wait(&smem_.located_empty[slot], parity ^ 1);
         if (lane_ == 0) {
             smem_.located[slot] = located;
             ptx::mbarrier_arrive(&smem_.located_full[slot]);
         }
-        if (is_work) prefetch(located.work);
         __syncwarp();
-        ++located_;
-        all_located_ = !is_work;
-    }
-
-    // The state, which is waited for once all chunks before it are done.
-    __device__ __forceinline__ void prefetch(const Work& work) const {
-        constexpr int kState = kHeadDim * kHeadDim;
-        if (lane_ == 0 && params_.initial_state && params_.pass == Pass::kWhole)
-            ptx::prefetch_bulk(params_.initial_state + work.state * kState, kState * sizeof(float));
     }
 
     __device__ __forceinline__ bool next_input_is_free() const {
         return __all_sync(~0u, ptx::mbarrier_test(&smem_.input_empty[slot_.index], slot_.parity ^ 1));
     }
 
-    // The lane's piece of a work's first rows.
-    template <int kBytes>
-    __device__ __forceinline__ const char* first_row(const Rows& rows, const Work& work, int head) const {
-        return row_address(rows, work, lane_ / (kBytes / 16), head) + lane_ % (kBytes / 16) * 16;
-    }
-
-    // As RowLoader.
-    template <int kBytes, int kPitch, int kSecondHalf = kBytes / 2>
-    __device__ __forceinline__ void load(const char*& source, const Rows& rows, void* shared, int valid) const {
-        constexpr int kStep = 32 * 16 / kBytes;
-        const int row0 = lane_ / (kBytes / 16);
-        int column = lane_ % (kBytes / 16) * 16;
-        column = column < kBytes / 2 ? column : column - kBytes / 2 + kSecondHalf;
-        const uint32_t target = ptx::shared_address(shared) + row0 * kPitch + column;
-#pragma unroll
-        for (int row = 0; row < kChunk; row += kStep) {
-            ptx::cp_async_16(target + row * kPitch, source, row + row0 < valid);
-            source += kStep * rows.token_bytes;
-        }
+    __device__ __forceinline__ void begin_inputs(int located) {
+        const Work& work = smem_.located[located].work;
+        inputs_left_ = ptx::uniform(work.chunks), rows_left_ = ptx::uniform(work.length);
+        if (inputs_left_ < 0) return;
+        q_ = RowLoader(params_.q, work, work.qk_head, kRow, lane_, 0, 0, 1);
+        k_ = RowLoader(params_.k, work, work.qk_head, kRow, lane_, 0, 0, 1);
+        g_ = RowLoader(params_.g, work, work.v_head, kGateRow, lane_, 0, 0, 1);
     }
 
     __device__ __forceinline__ void load_inputs() {
-        if (inputs_.chunk == 0) {
-            const Work& work = smem_.located[(inputs_.works - 1) % kLocated].work;
-            q_ = first_row<kRow>(params_.q, work, work.qk_head);
-            k_ = first_row<kRow>(params_.k, work, work.qk_head);
-            g_ = first_row<kGateRow>(params_.g, work, work.v_head);
-        }
-        const int rows = min(inputs_.length - inputs_.chunk * kChunk, kChunk);
+        const int rows = min(rows_left_, kChunk);
         Input& input = smem_.input[slot_.index];
         ptx::mbarrier_wait(&smem_.input_empty[slot_.index], slot_.parity ^ 1);
-        load<kRow, kRowBytes>(q_, params_.q, input.q, rows);
-        load<kRow, kRowBytes>(k_, params_.k, input.k, rows);
-        load<kGateRow, kHeadDim * 4, kHeadDim * 2>(g_, params_.g, input.g, rows);
+        q_.template load<kRow, kRowBytes>(input.q, rows);
+        k_.template load<kRow, kRowBytes>(input.k, rows);
+        g_.template load<kGateRow, kHeadDim * 4, kHeadDim * 2>(input.g, rows);
         ptx::mbarrier_arrive_after_copies(&smem_.input_full[slot_.index]);
-        ++inputs_.chunk, ++inputs_.loaded;
+        --inputs_left_, rows_left_ -= kChunk, ++ahead_;
         slot_.advance();
     }
 
-    __device__ __forceinline__ void load_values() {
-        if (values_.chunk == 0) {
-            const Work& work = smem_.located[(values_.works - 1) % kLocated].work;
-            v_ = first_row<kRow>(params_.v, work, work.v_head);
-        }
-        const int slot = values_.loaded % kValues;
-        load<kRow, kValueRowBytes>(v_, params_.v, smem_.values[slot],
-                                   min(values_.length - values_.chunk * kChunk, kChunk));
+    __device__ __forceinline__ void begin_values(int located) {
+        const Work& work = smem_.located[located].work;
+        length_ = ptx::uniform(work.length);
+        v_ = RowLoader(params_.v, work, work.v_head, kRow, lane_, 0, 0, 1);
+        output_stride_ = int64_t(params_.num_v_heads) * kRow;
+        output_ = static_cast<char*>(params_.o) + (work.output_row + lane_ / kPieces) * output_stride_ +
+                  work.v_head * kRow + lane_ % kPieces * 16;
+    }
+
+    __device__ __forceinline__ void load_values(int chunk, int slot) {
+        v_.template load<kRow, kValueRowBytes>(smem_.values[slot], min(length_ - chunk * kChunk, kChunk));
         ptx::mbarrier_arrive_after_copies(&smem_.values_full[slot]);
-        ++values_.chunk, ++values_.loaded;
     }
 
-    __device__ __forceinline__ void begin_outputs() {
-        const Work& work = smem_.located[(outputs_.works - 1) % kLocated].work;
-        output_ = static_cast<char*>(params_.o) +
-                  (work.output_row + lane_ / kPieces) * (int64_t(params_.num_v_heads) * kRow) + work.v_head * kRow +
-                  lane_ % kPieces * 16;
-    }
-
-    __device__ __forceinline__ void store_output(int slot) {
+    __device__ __forceinline__ void store_output(int chunk, int slot) {
         constexpr int kStep = 32 / kPieces;  // rows a pass
         const uint8_t* source = smem_.values[slot] + lane_ / kPieces * kValueRowBytes + lane_ % kPieces * 16;
         uint4 rows[kChunk / kStep];
@@ -360,9 +315,8 @@ class StayingMover {
         }
 #pragma unroll
         for (int i = 0; i < kChunk / kStep; ++i) {
-            if (outputs_.chunk * kChunk + i * kStep + lane_ / kPieces < outputs_.length)
-                *reinterpret_cast<uint4*>(output_) = rows[i];
-            output_ += kStep * int64_t(params_.num_v_heads) * kRow;
+            if (chunk * kChunk + i * kStep + lane_ / kPieces < length_) *reinterpret_cast<uint4*>(output_) = rows[i];
+            output_ += kStep * output_stride_;
         }
     }
 
@@ -371,11 +325,12 @@ class StayingMover {
     const int lane_;
     const unsigned blocks_;
     unsigned next_ = blockIdx.x;
-    int located_ = 1;
-    bool all_located_ = false;
-    Task inputs_, values_, outputs_;
+    int inputs_left_, rows_left_;  // of the work whose inputs are being loaded
+    int ahead_ = 0;                // inputs that are loaded and whose o is not stored
+    int length_;                   // of the work whose o is being stored
     ptx::RingPlace<kInputs> slot_;
-    const char *q_, *k_, *g_, *v_;
+    RowLoader q_, k_, g_, v_;
+    int64_t output_stride_;
     char* output_;
 };
 

@@ -23,24 +23,24 @@ constexpr int kLine = 128 / 16;  // instructions
 template <typename GateT, Kernel kKernel, Form kForm>
 constexpr Placement kPlacement = {0, 0, 0};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kSingles, Form::kSingle> = {50, 30, 10};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kSingles, Form::kSingle> = {6, 23, 55};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kSingle> = {45, 14, 43};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kSingle> = {40, 50, 4};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kPair> = {52, 19, 45};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kPair> = {59, 56, 59};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kTwins> = {36, 1, 46};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kTwins> = {59, 49, 60};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kPair> = {0, 7, 47};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kPair> = {12, 37, 60};
 template <>
-constexpr Placement kPlacement<float, Kernel::kSingles, Form::kSingle> = {38, 50, 13};
+constexpr Placement kPlacement<float, Kernel::kSingles, Form::kSingle> = {32, 25, 28};
 template <>
-constexpr Placement kPlacement<float, Kernel::kPaired, Form::kSingle> = {36, 51, 14};
+constexpr Placement kPlacement<float, Kernel::kPaired, Form::kSingle> = {32, 26, 35};
 template <>
-constexpr Placement kPlacement<float, Kernel::kPaired, Form::kPair> = {38, 21, 36};
+constexpr Placement kPlacement<float, Kernel::kPaired, Form::kPair> = {38, 34, 34};
 template <>
-constexpr Placement kPlacement<float, Kernel::kMaps, Form::kTwins> = {36, 56, 36};
+constexpr Placement kPlacement<float, Kernel::kMaps, Form::kTwins> = {28, 14, 34};
 template <>
-constexpr Placement kPlacement<float, Kernel::kMaps, Form::kPair> = {1, 58, 35};
+constexpr Placement kPlacement<float, Kernel::kMaps, Form::kPair> = {1, 7, 34};
 
 }  // namespace kda::sm90
