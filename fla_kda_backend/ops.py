@@ -192,8 +192,8 @@ def chunk_kda_forward(call: Call, path: str) -> tuple[torch.Tensor, torch.Tensor
         turns = count_turns(heads, tokens, multiprocessors)
         if turns == 1:
             segments = count_segments(heads, tokens, multiprocessors)
-        if call.cu_seqlens is not None and 1 < N <= MAX_ORDERED_SEQUENCES and heads > multiprocessors:
-            order = v.new_empty(N + 1, dtype=torch.int32)
+        if call.cu_seqlens is not None and N > 1 and heads > multiprocessors:
+            order = v.new_empty(1 + (N if N <= MAX_ORDERED_SEQUENCES else 0), dtype=torch.int32)
         if segments > 1:
             scratch = v.new_empty((N, segments, HV, 2, V, K), dtype=torch.float32)
         elif turns > 1:

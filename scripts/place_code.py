@@ -33,7 +33,7 @@ KERNELS = {
     "kPaired": ("_paired", ("kSingle", "kPair")),
     "kMaps": ("_maps", ("kTwins", "kPair")),
 }
-ROLES = {"builder": "Builder<", "mover": "Mover<", "scaler": "Scaler<", "consumer": "Consumer<"}
+ROLES = ("builder", "mover", "scaler", "consumer")
 # What full chunks of gates that are not steep do not execute without waiting, by the source lines it is inlined at.
 COLD = (
     "scale_steep<",
@@ -41,8 +41,6 @@ COLD = (
     "update_state<true>",
     "SteepPairs(",
     "restore_keys(",
-    "load_inputs();  // before v",
-    "prefetch_next_block()",
     "locate_next(",
     "begin_inputs(",
     "begin_values(",
@@ -50,7 +48,8 @@ COLD = (
 # Of the gates' modes the one that models use with each dtype of g; the others are cold.
 MODES = ("run<GateMode::kGiven>(", "run<GateMode::kSoftplus>(", "run<GateMode::kBounded>(")
 USUAL_MODE = {"bf16": "run<GateMode::kBounded>(", "fp32": "run<GateMode::kGiven>("}
-LOOP = re.compile(r"\s*for \(((int )?(chunk|index) = (0|index_);|int work = 0;;)")
+# Of a role, over chunks.
+LOOP = re.compile(r"\s*for \((int )?(chunk|index) = (0|index_);")
 # Beyond a consumer's last product there are as many bytes of its loop at most; then come loops of waiting.
 LOOP_END_BYTES = 3300
 

@@ -104,7 +104,7 @@ cudaError_t launch_turns(ChunkKdaFwdParams params, int turns, cudaStream_t strea
 
 cudaError_t launch_hopper(const ChunkKdaFwdParams& params, int turns, cudaStream_t stream) {
     const int64_t heads = params.num_sequences * params.num_v_heads;
-    cudaError_t error = params.order ? kda::sm90::launch_rank_sequences(params, stream) : cudaSuccess;
+    cudaError_t error = params.next_work ? kda::sm90::launch_rank_sequences(params, stream) : cudaSuccess;
     if (error != cudaSuccess) return error;
     if (turns > 1) return launch_turns(params, turns, stream);
     if (params.segments == 1) return launch_hopper_pass(params, Pass::kWhole, turns * heads, stream);
@@ -214,12 +214,13 @@ void chunk_kda_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, std::opt
     }
 
     if (order) {
-        STD_TORCH_CHECK(kernel == kHopper && cu_seqlens && params.num_sequences <= kMaxOrdered &&
-                            order->scalar_type() == ScalarType::Int,
-                        "chunk_kda_fwd: order needs the Hopper kernel, a packed call of at most ", kMaxOrdered,
-                        " sequences and int32");
-        params.order =
-            const_cast<int*>(static_cast<const int*>(address(*order, "order", params.num_sequences + 1, device, 4)));
+        STD_TORCH_CHECK(
+            kernel == kHopper && cu_seqlens && segments == 1 && turns == 0 && order->scalar_type() == ScalarType::Int,
+            "chunk_kda_fwd: order needs the Hopper kernel, a packed call in one launch and int32");
+        const bool is_ordered = params.num_sequences <= kMaxOrdered;
+        const int64_t numel = 1 + (is_ordered ? params.num_sequences : 0);
+        params.next_work = const_cast<int*>(static_cast<const int*>(address(*order, "order", numel, device, 4)));
+        if (is_ordered) params.order = params.next_work + 1;
     }
 
     const torch::stable::accelerator::DeviceGuard guard(device);

@@ -60,10 +60,16 @@ struct Roles {
     static_assert(kBuilders <= kInputs && kScalerPairs <= kInputs);
     static_assert(kBlocks * kBuilders <= kStages && kStages % kBlocks == 0);
 };
-constexpr int kZeroingBlocks = 64;  // extra blocks of a packed call, which clear the rows of no sequence
 
+// Extra blocks of a packed call, which clear the rows of no sequence.
+constexpr int kZeroingBlocks = 64;
 KDA_HOST_DEVICE inline int zeroing_blocks(const ChunkKdaFwdParams& params) {
     return params.cu_seqlens && !goes_on(params) ? kZeroingBlocks : 0;
+}
+
+// The others of a launch of single blocks alone, which go on to other works.
+__device__ __forceinline__ unsigned staying_blocks(const ChunkKdaFwdParams& params) {
+    return gridDim.x - zeroing_blocks(params);
 }
 
 // Which of a launch's works is this block's. Pairs of blocks come first.
@@ -195,10 +201,9 @@ struct alignas(16) Blocks {
 // What a block works on.
 struct Located {
     Segment segment;
-    Work work;  // of -1 chunks: nothing, all is done
+    Work work;  // -1 chunks: there is nothing more to do
 };
-
-// Single blocks stay and go on to other works, and roles are in different ones. Room for so many.
+// Roles of a block that stays are in different works, of at most so many.
 constexpr int kLocated = 4;
 
 template <Form kForm>
@@ -209,9 +214,9 @@ struct SharedMemory {
     Input input[Roles::kInputs];
     alignas(16) uint8_t values[Roles::kValues][kChunk * Roles::kValueRowBytes];  // v of one chunk, and then its o
     Blocks blocks[kBuilders];
-    Located located[kLocated];
+    Located located[kLocated];  // other blocks have the first one alone, and no barriers for it
     uint64_t located_full[kLocated];
-    uint64_t located_empty[kLocated];     // of all roles but the mover
+    uint64_t located_empty[kLocated];     // of all roles but the mover, which finds them
     uint64_t first_loads;                 // the first rows are on their way
     uint64_t input_full[Roles::kInputs];  // q, k, g
     uint64_t input_empty[Roles::kInputs];

@@ -42,7 +42,8 @@ cudaError_t launch_kernel(bool early, Kernel kernel, unsigned blocks, int thread
     return cudaLaunchKernelEx(&config, kernel, params);
 }
 
-// Before anything else of a packed call of at most so many sequences, where params.order is to be written.
+// Before anything else of a packed call where params.next_work is to be written, and, of at most so many sequences,
+// params.order.
 constexpr int kMaxRankedSequences = 1024;
 cudaError_t launch_rank_sequences(const ChunkKdaFwdParams& params, cudaStream_t stream);
 

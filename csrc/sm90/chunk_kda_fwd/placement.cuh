@@ -23,7 +23,7 @@ constexpr int kLine = 128 / 16;  // instructions
 template <typename GateT, Kernel kKernel, Form kForm>
 constexpr Placement kPlacement = {0, 0, 0};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kSingles, Form::kSingle> = {6, 23, 55};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kSingles, Form::kSingle> = {3, 11, 56};
 template <>
 constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kSingle> = {40, 50, 4};
 template <>
@@ -31,9 +31,9 @@ constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kPair> = {5
 template <>
 constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kTwins> = {59, 49, 60};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kPair> = {12, 37, 60};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kPair> = {24, 25, 60};
 template <>
-constexpr Placement kPlacement<float, Kernel::kSingles, Form::kSingle> = {32, 25, 28};
+constexpr Placement kPlacement<float, Kernel::kSingles, Form::kSingle> = {29, 47, 29};
 template <>
 constexpr Placement kPlacement<float, Kernel::kPaired, Form::kSingle> = {32, 26, 35};
 template <>

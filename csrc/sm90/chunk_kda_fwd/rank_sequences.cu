@@ -1,5 +1,5 @@
-// Orders packed sequences by length, longest first, so that a long one does not begin when the device is about to be
-// done.
+// Before a packed call: orders its sequences by length, longest first, so that a long one does not begin when the
+// device is about to be done, and sets to zero how many works blocks have gone on to.
 #include "common/sequence.cuh"
 #include "ptx/launch.cuh"
 #include "sm90/chunk_kda_fwd/launch.h"
@@ -12,6 +12,8 @@ namespace {
 __global__ void __launch_bounds__(kMaxRankedSequences)
     rank_sequences_kernel(const __grid_constant__ ChunkKdaFwdParams params) {
     ptx::allow_next_launch();
+    if (threadIdx.x == 0) *params.next_work = 0;
+    if (!params.order) return;
     __shared__ int lengths[kMaxRankedSequences];
     const int sequences = int(params.num_sequences), own = threadIdx.x;
     if (own < sequences)
@@ -21,7 +23,6 @@ __global__ void __launch_bounds__(kMaxRankedSequences)
     int rank = 0;
     for (int i = 0; i < sequences; ++i) rank += lengths[i] > lengths[own] || (lengths[i] == lengths[own] && i < own);
     params.order[rank] = own;
-    if (own == 0) params.order[sequences] = 0;
 }
 
 }  // namespace
