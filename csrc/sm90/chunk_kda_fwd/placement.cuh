@@ -23,23 +23,23 @@ constexpr int kLine = 128 / 16;  // instructions
 template <typename GateT, Kernel kKernel, Form kForm>
 constexpr Placement kPlacement = {0, 0, 0};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kSingles, Form::kSingle> = {3, 11, 56};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kSingles, Form::kSingle> = {14, 39, 51};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kSingle> = {40, 50, 4};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kSingle> = {40, 35, 4};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kPair> = {59, 56, 59};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kPair> = {59, 53, 60};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kTwins> = {59, 49, 60};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kTwins> = {44, 59, 60};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kPair> = {24, 25, 60};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kPair> = {24, 51, 58};
 template <>
-constexpr Placement kPlacement<float, Kernel::kSingles, Form::kSingle> = {29, 47, 29};
+constexpr Placement kPlacement<float, Kernel::kSingles, Form::kSingle> = {57, 13, 28};
 template <>
-constexpr Placement kPlacement<float, Kernel::kPaired, Form::kSingle> = {32, 26, 35};
+constexpr Placement kPlacement<float, Kernel::kPaired, Form::kSingle> = {32, 11, 35};
 template <>
-constexpr Placement kPlacement<float, Kernel::kPaired, Form::kPair> = {38, 34, 34};
+constexpr Placement kPlacement<float, Kernel::kPaired, Form::kPair> = {38, 33, 34};
 template <>
-constexpr Placement kPlacement<float, Kernel::kMaps, Form::kTwins> = {28, 14, 34};
+constexpr Placement kPlacement<float, Kernel::kMaps, Form::kTwins> = {28, 7, 35};
 template <>
 constexpr Placement kPlacement<float, Kernel::kMaps, Form::kPair> = {1, 7, 34};
 
