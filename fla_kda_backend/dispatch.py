@@ -53,9 +53,6 @@ FLAGS = (
     "allow_neg_eigval", "safe_gate", "disable_recompute", "return_intermediate_states", "state_v_first", "use_graph",
 )  # fmt: skip
 _flags = attrgetter(*FLAGS)
-# Packed sequences of so many tokens on average, or fewer, are faster on the portable kernel, of which several blocks share
-# a multiprocessor: one moves states while another computes. Longer ones are faster on the Hopper kernel.
-SHORT_SEQUENCE = 16
 SAFE_GATE_BOUND = -5.0
 
 
@@ -503,14 +500,13 @@ _REFERENCE = Decision("reference")
 
 
 @lru_cache(maxsize=64)
-def _cuda_decision(arch: str, forced: str, short: bool) -> Decision:
+def _cuda_decision(arch: str, forced: str) -> Decision:
     """Which kernel runs a call that the rules let through, on the built architecture of its device.
 
-    The Hopper kernel is the faster one wherever it runs, but for `short` sequences. `forced` is the value of
-    `FLA_KDA_FORCE`, "" for none.
+    The Hopper kernel is the faster one wherever it runs. `forced` is the value of `FLA_KDA_FORCE`, "" for none.
     """
     if forced == "":
-        return Decision("hopper" if arch == HOPPER_ARCH and not short else "portable", arch=arch)
+        return Decision("hopper" if arch == HOPPER_ARCH else "portable", arch=arch)
     if forced == "portable" or (forced == "hopper" and arch == HOPPER_ARCH):
         return Decision(forced, arch=arch)
     if forced == "hopper":
@@ -518,10 +514,6 @@ def _cuda_decision(arch: str, forced: str, short: bool) -> Decision:
     if forced == "triton":
         return Decision("triton", "FLA_KDA_FORCE=triton")
     return Decision("triton", f"FLA_KDA_FORCE={forced} is none of {', '.join(CUDA_PATHS)}, triton")
-
-
-def _has_short_sequences(call: Call, dims: Dims) -> bool:
-    return call.cu_seqlens is not None and dims.T <= SHORT_SEQUENCE * (call.cu_seqlens.shape[0] - 1)
 
 
 def usual_sizes(call: Call) -> Dims | None:
@@ -614,7 +606,7 @@ def decide(call: Call) -> Decision:
             arch, reason = library_for(device.capability)
             if arch is None:
                 return Decision("triton", reason)
-            return _cuda_decision(arch, switches.forced_path(), _has_short_sequences(call, dims))
+            return _cuda_decision(arch, switches.forced_path())
     reason = _first(READABLE, call, None)
     if reason is not None:
         return Decision("triton", reason)
@@ -637,7 +629,7 @@ def _decide_cuda(call: Call, dims: Dims, device: DeviceFacts) -> Decision:
         reason = _first(rules, call, dims)
         if reason is not None:
             return Decision("triton", reason)
-    return _cuda_decision(arch, switches.forced_path(), _has_short_sequences(call, dims))
+    return _cuda_decision(arch, switches.forced_path())
 
 
 def _decide_cpu(call: Call, dims: Dims) -> Decision:

@@ -50,10 +50,8 @@ def gpu(monkeypatch):
     facts = DeviceFacts("cuda", (9, 0))
     monkeypatch.setattr(dispatch, "device_facts", lambda device: facts)
     monkeypatch.setattr(dispatch, "library_for", lambda capability: ("90a", ""))
-    monkeypatch.setattr(dispatch, "SHORT_SEQUENCE", 0)  # the sequences here are all short
 
 
-SHORT_SEQUENCE = dispatch.SHORT_SEQUENCE
 CPU, GPU = "cpu", "meta"
 OURS = {CPU: Decision("reference"), GPU: Decision("hopper", arch="90a")}
 
@@ -544,13 +542,9 @@ def test_a_path_can_be_forced_on_a_gpu(gpu, monkeypatch, forced, arch, decision)
     assert decide(call_on(GPU)) == decision
 
 
-@pytest.mark.parametrize("more, path", [(-1, "portable"), (0, "portable"), (1, "hopper"), (100, "hopper")])
-def test_short_packed_sequences_take_the_kernel_that_is_faster_for_them(gpu, monkeypatch, more, path):
-    monkeypatch.setattr(dispatch, "SHORT_SEQUENCE", SHORT_SEQUENCE)
-    T = 2 * (SHORT_SEQUENCE + more)
-    call = packed_on(GPU, (0, 1, T), T=T, initial_state=None)
-    assert decide(call) == Decision(path, arch="90a")
-    monkeypatch.setenv("FLA_KDA_FORCE", "hopper")
+@pytest.mark.parametrize("T", [1, 2, 33, 5000])
+def test_the_hopper_kernel_takes_packed_sequences_of_any_length(gpu, T):
+    call = packed_on(GPU, (0, 1, 1, T), T=T, initial_state=None)
     assert decide(call) == Decision("hopper", arch="90a")
 
 

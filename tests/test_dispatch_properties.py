@@ -48,7 +48,6 @@ def test_boundaries_of_any_shape_and_dtype_on_a_gpu_are_decided_on_without_readi
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dispatch, "device_facts", lambda device: DeviceFacts("cuda", (9, 0)))
         patched.setattr(dispatch, "library_for", lambda capability: ("90a", ""))
-        patched.setattr(dispatch, "SHORT_SEQUENCE", 0)  # the sequences here are all short
         # The values of meta tensors do not exist: reading one raises.
         cu_seqlens = torch.zeros(shape, dtype=dtype, device=CPU if on_host else GPU)
         right = not on_host and len(shape) == 1 and shape[0] >= 2 and dtype in (torch.int32, torch.int64)

@@ -60,23 +60,3 @@ def test_no_final_state_and_a_tail_in_segments():
 def test_the_past_ignores_the_future_across_segments():
     arguments = build("3-kimi-k3", "long-memory")
     check_the_past_ignores_the_future(arguments, run_in_segments, start=3333)
-
-
-def test_packed_sequences_taken_longest_first_match_the_recurrence():
-    if expected_path() != "hopper":
-        pytest.skip("only the Hopper kernel orders packed sequences")
-    lengths = (5, 300, 0, 33, 300, 1, 64, 17, 0)
-    case = cases.Case(cases.caller("5-fla-default"), "dense", "randn")
-    arguments = dict(cases.build(case, tokens=sum(lengths), heads=32, device=DEVICE, seed=23).arguments)
-    arguments |= {
-        "cu_seqlens": torch.tensor((0, *lengths), device=DEVICE).cumsum(0),
-        "initial_state": torch.randn(len(lengths), 32, 128, 128, device=DEVICE),
-        "output_final_state": True,
-    }
-    with OperatorCalls() as operator:
-        o, state = run_on_kernels(arguments)
-    (call,) = operator.calls
-    assert call["order"].tolist() == sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    exact_o, exact_state = run_exactly(cases.judge_arguments(arguments))
-    compare.assert_close(o, exact_o, compare.CUDA_FORWARD.o, "o")
-    compare.assert_close(state, exact_state, compare.CUDA_FORWARD.state, "final_state")

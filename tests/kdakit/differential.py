@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import time
 import warnings
 from collections import Counter
@@ -215,12 +214,10 @@ def kernels_serve(a: dict[str, Any]) -> bool:
 
 
 def served_by(a: dict[str, Any], place: str) -> str:
-    """The path of accepted arguments. Packed sequences of 16 tokens or fewer on average are faster on the portable kernel."""
+    """The path of accepted arguments."""
     if place == "cpu":
         return "reference"
-    path = "hopper" if place == "pretended" else expected_path()
-    is_short = a["cu_seqlens"] is not None and a["q"].shape[1] <= 16 * (len(a["cu_seqlens"]) - 1)
-    return "portable" if is_short and not os.environ.get("FLA_KDA_FORCE") else path
+    return "hopper" if place == "pretended" else expected_path()
 
 
 def kernels_need_not_serve(a: dict[str, Any]) -> bool:

@@ -36,7 +36,7 @@ class Builder {
           place_{rank + kBlocks * index} {}
 
     __device__ __forceinline__ void run(const Segment&, const Work& work) {
-        length_ = work.length;
+        length_ = ptx::uniform(work.length);
         token_ = (rank_ + kBlocks * index_) * kChunk + lane_;
         beta_ = row_address(params_.beta, work, token_, work.v_head);
         uint32_t next_beta = load_next_beta();

@@ -31,7 +31,7 @@ class Scaler {
           place_{rank_ + kBlocks * pair_, 1} {}
 
     __device__ __forceinline__ void run(const Segment&, const Work& work) {
-        length_ = work.length;
+        length_ = ptx::uniform(work.length);
         own_ = own_chunks<kBlocks>(ptx::uniform(work.chunks), rank_);
         gate_[0] = Gate(params_, work.v_head, 64 * half_ + 2 * lane_);
         gate_[1] = Gate(params_, work.v_head, 64 * half_ + 2 * lane_ + 1);
