@@ -27,19 +27,19 @@ constexpr Placement kPlacement<__nv_bfloat16, Kernel::kSingles, Form::kSingle> =
 template <>
 constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kSingle> = {40, 35, 4};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kPair> = {59, 53, 60};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kPaired, Form::kPair> = {60, 53, 59};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kTwins> = {44, 59, 60};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kTwins> = {20, 56, 61};
 template <>
-constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kPair> = {24, 51, 58};
+constexpr Placement kPlacement<__nv_bfloat16, Kernel::kMaps, Form::kPair> = {25, 24, 59};
 template <>
-constexpr Placement kPlacement<float, Kernel::kSingles, Form::kSingle> = {57, 13, 28};
+constexpr Placement kPlacement<float, Kernel::kSingles, Form::kSingle> = {58, 12, 29};
 template <>
 constexpr Placement kPlacement<float, Kernel::kPaired, Form::kSingle> = {32, 11, 35};
 template <>
-constexpr Placement kPlacement<float, Kernel::kPaired, Form::kPair> = {38, 33, 34};
+constexpr Placement kPlacement<float, Kernel::kPaired, Form::kPair> = {38, 34, 33};
 template <>
-constexpr Placement kPlacement<float, Kernel::kMaps, Form::kTwins> = {28, 7, 35};
+constexpr Placement kPlacement<float, Kernel::kMaps, Form::kTwins> = {28, 8, 34};
 template <>
 constexpr Placement kPlacement<float, Kernel::kMaps, Form::kPair> = {1, 7, 34};
 
