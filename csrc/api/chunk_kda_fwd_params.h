@@ -39,7 +39,7 @@ struct ChunkKdaFwdParams {
     const void* dt_bias;         // [HV * 128] or null
     const void* cu_seqlens;      // [N + 1] int32 or int64, or null: then N = B sequences of T tokens
 
-    int* next_work;  // how many works blocks that stay have gone on to, or null: they take every so manieth
+    int* next_work;  // how many works blocks that stay have gone on to, or null: each takes one in so many
     int* order;      // [N], the sequences in the order in which blocks take them, or null: as they come
 
     int64_t num_sequences;  // N

@@ -126,7 +126,7 @@ class Mover {
         next_input_ -= chunks;
     }
 
-    // Into the place of the `work`-th one. The one that was there is done: room for it is not waited for long.
+    // The block's `work`-th work. All chunks of the one that was in its place are done, so that the wait for it ends.
     __device__ __forceinline__ void locate_next(int work) {
         if (params_.next_work) {
             int taken = 0;
