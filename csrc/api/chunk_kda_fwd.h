@@ -12,8 +12,8 @@
 // each sequence run side by side; above 1, `scratch` is memory, [N, segments, HV, 2, 128, 128] float32. `turns`: or in
 // how many turns all heads have two blocks, 0 where none has. Above 1, a turn is a part of each sequence, and `scratch`
 // is [N, HV, 128, 128] float32. `order`: memory of a packed call in one launch, int32, so that blocks take what is
-// left as they are done: [1 + N], and its sequences are taken longest first, or [1] where there are more than 1024. Rows
-// of q, k, v and g (their last dimension) are contiguous and 16-byte aligned, and so is what has no heads; `o` and
+// left as they are done: [1 + N], and its sequences are taken longest first, or [1] where there are more than 1024.
+// Rows of q, k, v and g (their last dimension) are contiguous and 16-byte aligned, and so is what has no heads; `o` and
 // `final_state` are written, every element of them. Raises std::runtime_error, before anything is launched, on a call
 // that does not fit; launch errors raise at once.
 void chunk_kda_fwd(torch::stable::Tensor q, torch::stable::Tensor k, torch::stable::Tensor v, torch::stable::Tensor g,
