@@ -5,8 +5,8 @@ import torch
 
 from tests.gpu import DEVICE
 from tests.gpu.checks import check_against_recurrence_and_again, check_the_past_ignores_the_future
-from tests.kdakit import cases, compare
-from tests.kdakit.run import OperatorCalls, expected_path, run_exactly, run_on_kernels
+from tests.kdakit import cases
+from tests.kdakit.run import OperatorCalls, expected_path, run_on_kernels
 
 HEADS, TOKENS = 2, 8192
 # Sequences of which one is longer than all its segments, one is shorter than a chunk, one is empty.
