@@ -70,7 +70,7 @@ def loop_of(path: str) -> tuple[int, ...]:
     for start in (i for i, line in enumerate(text) if LOOP.match(line)):
         indent = text[start][: len(text[start]) - len(text[start].lstrip())]
         lines += range(start + 1, next(i for i in range(start + 1, len(text)) if text[i] == indent + "}") + 2)
-    return tuple(dict.fromkeys(lines))
+    return tuple(lines)
 
 
 def cold_code(dtype: str) -> tuple[str, ...]:

@@ -39,9 +39,9 @@ def test_code_that_does_not_fit_is_placed_as_well_as_it_can_be():
 def listing() -> str:
     """A disassembly of roles of 16 instructions each, a line hoisted out of their loops before and a cold one inside."""
     kernel, text, address = str(FOLDER / "kernel.cuh"), ["\t.section\t.text", ".text.chunk_kda_fwd_kernel:"], 0
+    call = 1 + next(i for i, line in enumerate(place_code.source(kernel)) if ".run(" in line)
     for role in ROLES:
         path = str(FOLDER / f"{role}.cuh")
-        call = 1 + next(i for i, line in enumerate(place_code.source(kernel)) if ".run(" in line)
         loop = place_code.loop_of(path)[1]
         builder = str(FOLDER / "builder.cuh")
         cold = 1 + next(i for i, line in enumerate(place_code.source(builder)) if "restore_keys(stage" in line)
@@ -75,9 +75,11 @@ def test_a_kernel_of_pairs_has_two_kinds_of_work():
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_every_role_has_its_loop(role):
+def test_every_role_has_its_loop_and_its_call(role):
     loop = place_code.loop_of(str(FOLDER / f"{role}.cuh"))
     assert 5 < len(loop) < 60
+    kernel = place_code.source(str(FOLDER / "kernel.cuh"))
+    assert any(f"{role.capitalize()}<" in line for line in kernel) and any("role.run(" in line for line in kernel)
 
 
 def test_every_kind_of_work_has_a_placement():

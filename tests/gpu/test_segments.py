@@ -44,11 +44,10 @@ def test_dense_calls_in_segments_match_the_recurrence(name, gate):
 def test_packed_sequences_in_segments_match_the_recurrence(v_first, with_state):
     total = sum(LENGTHS)
     case = cases.Case(cases.caller("4-fla-safe-gate"), "dense", "long-memory")
-    arguments = dict(cases.build(case, tokens=total + 16, heads=HEADS, device=DEVICE, seed=22).arguments)
-    arguments = cases.with_tokens(arguments, slice(total))
-    borders = torch.tensor((0, *LENGTHS), device=DEVICE).cumsum(0)
-    states = torch.randn(len(LENGTHS), HEADS, 128, 128, device=DEVICE) if with_state else None
-    arguments |= {"cu_seqlens": borders, "initial_state": states, "output_final_state": True, "state_v_first": v_first}
+    arguments = cases.build(case, tokens=total + 16, heads=HEADS, device=DEVICE, seed=22).arguments
+    arguments = cases.as_packed(cases.with_tokens(arguments, slice(total)), LENGTHS) | {"state_v_first": v_first}
+    if not with_state:
+        arguments["initial_state"] = None
     check(arguments)
 
 

@@ -42,11 +42,8 @@ def check(arguments: dict) -> None:
 
 def packed(name: str, gate: str, lengths: tuple[int, ...], heads: int, **changes) -> dict:
     case = cases.Case(cases.caller(name), "dense", gate)
-    arguments = dict(cases.build(case, tokens=sum(lengths) + 16, heads=heads, device=DEVICE, seed=41).arguments)
-    random = torch.Generator(DEVICE).manual_seed(42)
-    states = torch.randn(len(lengths), heads, 128, 128, device=DEVICE, generator=random)
-    borders = torch.tensor((0, *lengths), device=DEVICE).cumsum(0)
-    return arguments | {"cu_seqlens": borders, "initial_state": states, "output_final_state": True} | changes
+    arguments = cases.build(case, tokens=sum(lengths) + 16, heads=heads, device=DEVICE, seed=41).arguments
+    return cases.as_packed(arguments, lengths, seed=42) | changes
 
 
 def lengths_of(count: int, among: tuple[int, ...], seed: int) -> tuple[int, ...]:

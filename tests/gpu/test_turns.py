@@ -53,14 +53,10 @@ def test_packed_sequences_in_turns_match_the_recurrence(v_first, with_state):
     lengths = (400, 7, 0, 130, 250)
     heads = heads_in_turns(3) // len(lengths) + 1
     case = cases.Case(cases.caller("4-fla-safe-gate"), "dense", "long-memory")
-    arguments = dict(cases.build(case, tokens=sum(lengths) + 16, heads=heads, device=DEVICE, seed=32).arguments)
-    states = torch.randn(len(lengths), heads, 128, 128, device=DEVICE) if with_state else None
-    arguments |= {
-        "cu_seqlens": torch.tensor((0, *lengths), device=DEVICE).cumsum(0),
-        "initial_state": states,
-        "output_final_state": True,
-        "state_v_first": v_first,
-    }
+    arguments = cases.build(case, tokens=sum(lengths) + 16, heads=heads, device=DEVICE, seed=32).arguments
+    arguments = cases.as_packed(arguments, lengths) | {"state_v_first": v_first}
+    if not with_state:
+        arguments["initial_state"] = None
     turns = ops.count_turns(heads * len(lengths), sum(lengths) // len(lengths), ops._multiprocessors(DEVICE))
     assert turns > 2
     check(arguments, turns)

@@ -285,6 +285,15 @@ def with_tokens(arguments: dict, rows: slice) -> dict:
     return arguments | {name: arguments[name][:, rows] for name in TOKENWISE}
 
 
+def as_packed(arguments: dict, lengths: tuple[int, ...], seed: int = 0) -> dict:
+    """The dense call's first tokens as packed sequences of `lengths`, with random states, asked for the final ones."""
+    v = arguments["v"]
+    random = torch.Generator(v.device).manual_seed(seed)
+    states = torch.randn(len(lengths), v.shape[2], HEAD_DIM, HEAD_DIM, device=v.device, generator=random)
+    borders = torch.tensor((0, *lengths), device=v.device).cumsum(0)
+    return arguments | {"cu_seqlens": borders, "initial_state": states, "output_final_state": True}
+
+
 def to_device(value, device):
     # Tensor.to keeps the strides of dense tensors and of nothing else; split views are rebuilt around their storage.
     if not isinstance(value, torch.Tensor):
